@@ -1,0 +1,228 @@
+"""`cas export`: a model, through ExecuTorch and the store, to files."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cas.errors import Refused
+from cas.layout import check_file_name, check_ref_name
+from cas_cli import options
+from cas_cli.app import App, current
+from cas_cli.outputs import require_directory
+from cas_cli.quiet import quiet, stdout_to_stderr
+from cas_cli.render import ratio, size
+
+if TYPE_CHECKING:
+    from cas.executorch.saving import SaveResult
+    from cas.executorch.exporting import ExportOptions
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class MissingExtra(Refused):
+    """ExecuTorch is an extra of the distribution, and not installed."""
+
+    def __init__(self, package: str) -> None:
+        super().__init__(
+            f"{package} is not installed; install it with: pip install 'cas-artifacts[executorch]'"
+        )
+
+
+def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that correspond one to one to arguments of torch.export and ExecuTorch."""
+    number = click.IntRange(min=1)
+    decorators: list[Decorator] = [
+        click.option(
+            "--strict/--no-strict",
+            default=None,
+            help="Trace with TorchDynamo (torch.export's strict).",
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(DTYPES),
+            help="Convert floating point weights and inputs first.",
+        ),
+        click.option(
+            "--skip-ir-check",
+            is_flag=True,
+            help="Do not validate the edge program (quantized models may need it).",
+        ),
+        click.option("--no-dim-order", is_flag=True, help="Skip the dim order operators."),
+        click.option("--segment-alignment", type=number, metavar="BYTES"),
+        click.option("--constant-alignment", type=number, metavar="BYTES"),
+        click.option("--delegate-alignment", type=number, metavar="BYTES"),
+        click.option(
+            "--no-extract-delegate-segments",
+            is_flag=True,
+            help="Keep delegate data inside the program's flatbuffer.",
+        ),
+        click.option(
+            "--no-remove-view-copy", is_flag=True, help="Keep view_copy operators as they are."
+        ),
+        click.option(
+            "--quant-fusion", is_flag=True, help="Run quantization fusion and constant propagation."
+        ),
+        click.option(
+            "--no-alloc-graph-input",
+            is_flag=True,
+            help="Leave input buffers to the caller of the runtime.",
+        ),
+        click.option(
+            "--no-alloc-graph-output",
+            is_flag=True,
+            help="Leave output buffers to the caller of the runtime.",
+        ),
+    ]
+    for decorate in reversed(decorators):
+        function = decorate(function)
+    return function
+
+
+@options.command(short_help="Export a model with ExecuTorch through the store.")
+@click.argument("source")
+@click.option(
+    "-o",
+    "--output",
+    metavar="DIR",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Where the files go; created if it is not there.",
+)
+@click.option("--name", help="The artifact's name; made from SOURCE by default.")
+@click.option(
+    "--basename", default="model", show_default=True, help="The program's file name, without .pte."
+)
+@click.option(
+    "--backend",
+    default="portable",
+    show_default=True,
+    metavar="portable|xnnpack|PKG.MOD:PARTITIONER",
+    help="What to lower to.",
+)
+@click.option(
+    "--external-weights", is_flag=True, help="Write the weights to a .ptd file beside the .pte."
+)
+@click.option(
+    "--external-tag",
+    metavar="TAG",
+    help="The same, to TAG.ptd instead of ExecuTorch's default name.",
+)
+@config_options
+def command(source: str, output: Path, name: str | None, basename: str, **flags: Any) -> None:
+    """Export SOURCE and record the result as an artifact.
+
+    \b
+    SOURCE is one of
+      file.pt2        an exported program
+      FILE.py:ATTR    an attribute of a Python file
+      PKG.MOD:ATTR    an attribute of a module
+    ATTR is a callable that gives (module, args[, kwargs][, dynamic_shapes]), an
+    ExportedProgram, or a dict of method name to either.
+
+    Without further options this is torch.export.export, to_edge_transform_and_lower
+    and to_executorch with their defaults, and the files have the very bytes that a
+    script of these three calls writes.
+    """
+    app = current()
+    if name is not None:
+        check_ref_name(name)
+    check_file_name(f"{basename}.pte")
+    if flags["external_tag"] is not None:
+        check_file_name(f"{flags['external_tag']}.ptd")
+    require_directory(output)
+    began = time.monotonic()
+    result = _export(app, source, output, name, basename, flags)
+    _report(app, result, output, time.monotonic() - began)
+
+
+def _export(
+    app: App, source: str, output: Path, name: str | None, basename: str, flags: dict[str, Any]
+) -> SaveResult:
+    for package in ("torch", "executorch"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtra(package)
+    hush = contextlib.nullcontext() if app.given.verbose else quiet()
+    with stdout_to_stderr(), hush, app.progress() as progress:
+        progress.start("import torch and executorch", None)
+        from cas.executorch.exporting import export_source
+        from cas.executorch.sources import parse_source
+
+        progress.finish()
+        with app.store(create=True, write=True) as store:
+            return export_source(
+                store,
+                parse_source(source),
+                output,
+                name=name,
+                basename=basename,
+                options=_options(flags),
+                progress=progress,
+                command=["cas", *sys.argv[1:]],
+                created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            )
+
+
+def _options(flags: dict[str, Any]) -> ExportOptions:
+    """A flag that was not given leaves ExecuTorch's own default."""
+    from cas.executorch.exporting import DEFAULT_TAG, ExportOptions
+
+    def off(flag: str) -> bool | None:
+        return False if flags[flag] else None
+
+    return ExportOptions(
+        backend=flags["backend"],
+        external_weights=flags["external_weights"] or flags["external_tag"] is not None,
+        external_tag=flags["external_tag"] or DEFAULT_TAG,
+        strict=flags["strict"],
+        dtype=flags["dtype"],
+        check_ir=off("skip_ir_check"),
+        dim_order=off("no_dim_order"),
+        segment_alignment=flags["segment_alignment"],
+        constant_alignment=flags["constant_alignment"],
+        delegate_alignment=flags["delegate_alignment"],
+        extract_delegate_segments=off("no_extract_delegate_segments"),
+        remove_view_copy=off("no_remove_view_copy"),
+        quant_fusion=True if flags["quant_fusion"] else None,
+        alloc_graph_input=off("no_alloc_graph_input"),
+        alloc_graph_output=off("no_alloc_graph_output"),
+    )
+
+
+def _report(app: App, result: SaveResult, output: Path, seconds: float) -> None:
+    commit = result.commit
+    document = {
+        "ref": str(commit.ref),
+        "manifest": str(commit.ref.manifest),
+        "files": [
+            {"path": str(output / f.name), "size": f.size, "blake3": f.digest.hex()}
+            for f in commit.files
+        ],
+        "logical_bytes": commit.logical_bytes,
+        "new_bytes": commit.new_bytes,
+        "chunks": commit.chunks,
+        "new_chunks": commit.new_chunks,
+        "seconds": round(seconds, 3),
+    }
+
+    def show() -> None:
+        for file in commit.files:
+            click.echo(f"{output / file.name}  {size(file.size)}")
+        click.echo(
+            f"recorded as {document['ref']} in {seconds:.1f} s: {size(commit.logical_bytes)} in "
+            f"the files, {size(commit.new_bytes)} new in the store "
+            f"({ratio(commit.new_bytes, commit.logical_bytes)}, "
+            f"{commit.new_chunks} of {commit.chunks} chunks)"
+        )
+
+    app.report(document, show)

@@ -1,0 +1,151 @@
+"""`cas`: the group of commands, loaded one by one, and the mapping of errors to exits.
+
+Nothing here imports the library, rich or torch: `cas --version` and `cas --help` start at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+from cas_cli import __version__
+from cas_cli.failures import Failure, describe
+from cas_cli.options import Given, Group, wants_json
+
+#: Section -> command -> one line for the list. A test keeps the lines equal to the commands' own.
+SECTIONS = {
+    "Artifacts": {
+        "export": "Export a model with ExecuTorch through the store.",
+        "assemble": "Write the files of an artifact.",
+        "ls": "List artifacts.",
+        "show": "Show an artifact's files, tensors and origin.",
+        "rm": "Remove artifacts, or single generations of them.",
+    },
+    "Store": {
+        "stats": "Show what the store holds, and how much of it is garbage.",
+        "gc": "Delete what no artifact needs any more.",
+        "verify": "Check that every byte is what its name says.",
+        "config": "Show or change settings, and where each comes from.",
+    },
+}
+
+INTRODUCTION = """\
+cas keeps model weights in a content-addressed store, each once, and exports
+models with ExecuTorch through it: the same files, without the copies in memory.
+
+Start with:
+  cas export model.py:make -o out/ --backend xnnpack   export, and record the result
+  cas ls                                               what the store holds
+  cas assemble NAME -o elsewhere/                      the same files again
+"""
+
+
+class Cas(Group):
+    """The top group: lazy commands, and one way out for errors."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for commands in SECTIONS.values() for name in commands]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        module = importlib.import_module(f"cas_cli.commands.{cmd_name}")
+        loaded: click.Command = module.command
+        return loaded
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if not name.startswith("-") and name not in self.list_commands(ctx):
+            close = difflib.get_close_matches(name, self.list_commands(ctx), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            ctx.fail(f"there is no command {name!r}{hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write("\n" + INTRODUCTION)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, commands in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl(list(commands.items()))
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> NoReturn:
+        """Run, and always exit: with the documented code, and one line about what failed."""
+        args = list(sys.argv[1:] if args is None else args)
+        extra["standalone_mode"] = False
+        try:
+            code = super().main(args, *rest, **extra)
+            sys.stdout.flush()
+        except click.exceptions.Exit as done:
+            code = done.exit_code
+        except (Exception, KeyboardInterrupt) as error:
+            code = report(error, args)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def report(error: BaseException, args: Sequence[str]) -> int:
+    """Tell the user about an error, where they asked to be told."""
+    failure = describe(error)
+    if isinstance(error, BrokenPipeError):
+        _abandon_stdout()
+        return failure.exit_code
+    if _is_verbose(args):
+        import traceback
+
+        traceback.print_exception(error)
+    with contextlib.suppress(BrokenPipeError):
+        click.echo(f"cas: {failure.message}", err=True)
+    if wants_json(args):
+        _print_json(failure)
+    return failure.exit_code
+
+
+def _print_json(failure: Failure) -> None:
+    from cas_cli.render import print_json
+
+    try:
+        print_json(
+            {
+                "error": failure.error,
+                "message": failure.message,
+                "exit_code": failure.exit_code,
+            }
+        )
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _abandon_stdout()
+
+
+def _is_verbose(args: Sequence[str]) -> bool:
+    before = args[: args.index("--")] if "--" in args else args
+    return "-v" in before or "--verbose" in before
+
+
+def _abandon_stdout() -> None:
+    """Keep the interpreter from flushing, and failing again, at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@click.group(cls=Cas, invoke_without_command=True)
+@click.version_option(__version__, prog_name="cas", message="%(prog)s %(version)s")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """Keep model weights once, and export through the store."""
+    ctx.ensure_object(Given)
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def main() -> NoReturn:
+    """The console script."""
+    cli.main(prog_name="cas")

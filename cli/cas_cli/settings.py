@@ -1,0 +1,125 @@
+"""Every setting's effective value and where it came from: flag, environment, store, default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cas.config import parse_duration, parse_umask
+from cas.errors import UsageError
+from cas_cli.options import Given
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting. ``stored`` says whether the store's config.toml can hold it."""
+
+    name: str
+    flag: str
+    env: str
+    parse: Callable[[str], Any]
+    show: Callable[[Any], str]
+    default: Callable[[], Any]
+    stored: bool
+    help: str
+
+
+@dataclass(frozen=True, slots=True)
+class Effective:
+    """A setting's value, and in ``origin`` who decided it."""
+
+    setting: Setting
+    value: Any
+    origin: str
+
+    def shown(self) -> str:
+        return self.setting.show(self.value)
+
+
+def default_store() -> Path:
+    """The `cas` directory in the user's cache directory."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("cas", appauthor=False)
+
+
+def parse_switch(text: str) -> bool:
+    """A boolean, as people write it in an environment variable."""
+    lowered = text.strip().lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("", "0", "false", "no", "off"):
+        return False
+    raise UsageError(f"{text!r} is not a yes or no (1, true, yes, on; 0, false, no, off)")
+
+
+def show_duration(seconds: int) -> str:
+    for unit, size in (("w", 604800), ("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds and seconds % size == 0:
+            return f"{seconds // size}{unit}"
+    return f"{seconds}s"
+
+
+def _show_umask(value: int | None) -> str:
+    return "the process's own" if value is None else f"{value:04o}"
+
+
+def _parse_store(text: str) -> Path:
+    if not text.strip():
+        raise UsageError("the store's directory is empty")
+    return Path(text).expanduser()
+
+
+SETTINGS = (
+    Setting(
+        "store", "--store", "CAS_STORE", _parse_store, str, default_store, False,
+        "the store's directory",
+    ),
+    Setting(
+        "read_only", "--read-only", "CAS_READONLY", parse_switch, lambda v: "yes" if v else "no",
+        lambda: False, False, "write nothing to the store",
+    ),
+    Setting(
+        "umask", "--umask", "CAS_UMASK", parse_umask, _show_umask, lambda: None, True,
+        "permissions withheld from new files; 0002 for a store shared by a group",
+    ),
+    Setting(
+        "grace", "gc --grace", "CAS_GRACE", parse_duration, show_duration, lambda: 0, True,
+        "for how long gc spares what nothing uses any more",
+    ),
+)  # fmt: skip
+BY_NAME = {setting.name: setting for setting in SETTINGS}
+
+
+def resolve(
+    setting: Setting, flag: object, environ: Mapping[str, str], stored: Mapping[str, Any]
+) -> Effective:
+    """The effective value: the flag, else the environment, else the store, else the default.
+
+    Raises:
+        UsageError: a value does not parse; the message names where it stands.
+    """
+    if flag is not None:
+        return Effective(setting, _parsed(setting, flag, setting.flag), f"flag {setting.flag}")
+    if setting.env in environ:
+        value = _parsed(setting, environ[setting.env], setting.env)
+        return Effective(setting, value, f"environment {setting.env}")
+    if setting.stored and setting.name in stored:
+        return Effective(setting, stored[setting.name], "store's config.toml")
+    return Effective(setting, setting.default(), "default")
+
+
+def _parsed(setting: Setting, value: object, where: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return setting.parse(value)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
+def store_path(given: Given, environ: Mapping[str, str]) -> Path:
+    path: Path = resolve(BY_NAME["store"], given.store, environ, {}).value
+    return path
