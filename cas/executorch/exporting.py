@@ -1,0 +1,342 @@
+"""A source, exported through the store: what `cas export` does, as one call.
+
+Without options this is exactly ``torch.export.export``, ``to_edge_transform_and_lower`` with the
+backend's partitioner and ``to_executorch()``, so that a script of those three calls writes the
+same bytes. Every option corresponds to one argument of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from executorch.exir import (
+    EdgeCompileConfig,
+    ExecutorchBackendConfig,
+    ExecutorchProgramManager,
+    to_edge_transform_and_lower,
+)
+from executorch.exir.backend.partitioner import Partitioner
+from executorch.exir.passes import MemoryPlanningPass
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from cas.errors import CasError, Refused, UsageError
+from cas.executorch.capture import capture
+from cas.executorch.sources import Method, ModuleCall, Source, import_path, load_methods
+from cas.manifest import Json
+from cas.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from cas.executorch.saving import SaveResult
+    from cas.store import Store
+
+log = logging.getLogger(__name__)
+
+#: Where ExecuTorch itself puts external constants when no tag is given.
+DEFAULT_TAG = "_default_external_constant"
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+class ExportFailed(CasError):
+    """PyTorch or ExecuTorch could not do a stage. Their error is ``__cause__``."""
+
+    def __init__(self, stage: str, cause: BaseException) -> None:
+        self.stage = stage
+        text = str(cause).strip() or type(cause).__name__
+        first = text.splitlines()[0]
+        super().__init__(f"{stage} failed: {type(cause).__name__}: {first[:500]}")
+
+
+class BackendUnavailable(Refused):
+    """A backend that this version, or this installation, cannot lower to."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What an export does other than ExecuTorch's defaults; None leaves ExecuTorch's own."""
+
+    backend: str = "portable"
+    external_weights: bool = False
+    external_tag: str = DEFAULT_TAG
+    strict: bool | None = None
+    dtype: str | None = None
+    # EdgeCompileConfig
+    check_ir: bool | None = None
+    dim_order: bool | None = None
+    # ExecutorchBackendConfig
+    segment_alignment: int | None = None
+    constant_alignment: int | None = None
+    delegate_alignment: int | None = None
+    extract_delegate_segments: bool | None = None
+    remove_view_copy: bool | None = None
+    quant_fusion: bool | None = None
+    alloc_graph_input: bool | None = None
+    alloc_graph_output: bool | None = None
+
+    def changed(self) -> dict[str, Json]:
+        """The backend, and each option that is not left to ExecuTorch, for the provenance."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if not self.external_weights:
+            values.pop("external_tag")
+        return {key: value for key, value in values.items() if value is not None}
+
+    def validate(self) -> None:
+        """Refuse what ExecuTorch would only trip over at the end of a long export.
+
+        Raises:
+            UsageError: with the option and what it may be.
+        """
+        for name in ("segment_alignment", "constant_alignment", "delegate_alignment"):
+            value = getattr(self, name)
+            if value is not None and (value < 1 or value & (value - 1)):
+                raise UsageError(f"{name} must be a power of two, got {value}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
+
+def export_source(
+    store: Store,
+    source: Source,
+    directory: Path,
+    *,
+    name: str | None = None,
+    basename: str = "model",
+    options: ExportOptions | None = None,
+    progress: Progress = SILENT,
+    command: Sequence[str] | None = None,
+    created: str | None = None,
+) -> SaveResult:
+    """Export ``source`` under the store, write the files to ``directory``, record the artifact.
+
+    ``command`` and ``created`` (a time in ISO 8601) go to the artifact's provenance, with the
+    source and the options.
+
+    Raises:
+        CasError: of the class that fits: a bad source or option, a stage that failed, no space.
+    """
+    options = options or ExportOptions()
+    options.validate()
+    name = name or source.default_name()
+    with import_path(source):
+        with _stage(progress, "load"):
+            partitioners = resolve_backend(options.backend)
+            methods = load_methods(source)
+        with capture(store, name, progress=progress) as cap:
+            program = lower(methods, partitioners, options, progress)
+            with _stage(progress, "store"):
+                return cap.save(
+                    program,
+                    directory,
+                    basename=basename,
+                    provenance={"source": source.text, "options": options.changed()},
+                    command=command,
+                    created=created,
+                )
+
+
+def lower(
+    methods: Mapping[str, Method],
+    partitioners: list[Partitioner],
+    options: ExportOptions,
+    progress: Progress = SILENT,
+) -> ExecutorchProgramManager:
+    """The three calls, from methods to a program that is ready to be written."""
+    programs: dict[str, ExportedProgram] = {}
+    for name, method in methods.items():
+        with _stage(progress, "export"):
+            programs[name] = export_method(method, options)
+    if options.external_weights and partitioners:
+        for program in programs.values():
+            tag_weights(program, options.external_tag)
+    with _stage(progress, "lower"):
+        edge = to_edge_transform_and_lower(
+            programs, partitioner=partitioners, compile_config=edge_config(options)
+        )
+    with _stage(progress, "emit"):
+        return edge.to_executorch(backend_config(options))
+
+
+# --- backends -----------------------------------------------------------------------------------
+
+
+def resolve_backend(spec: str) -> list[Partitioner]:
+    """The partitioners of a backend: ``portable``, ``xnnpack`` or ``PKG.MOD:PARTITIONER``.
+
+    Raises:
+        BackendUnavailable: ``cuda`` (not in this version), or its package is not installed.
+        UsageError: no such backend.
+    """
+    if spec == "portable":
+        return []
+    if spec == "xnnpack":
+        return [
+            _partitioner(
+                "executorch.backends.xnnpack.partition.xnnpack_partitioner",
+                "XnnpackPartitioner",
+                spec,
+            )
+        ]
+    if spec == "cuda":
+        raise BackendUnavailable(
+            "backend cuda comes with a later version of cas; this one exports for portable, "
+            "xnnpack and PKG.MOD:PARTITIONER"
+        )
+    module, colon, attr = spec.partition(":")
+    if not colon or not module or not attr:
+        raise UsageError(
+            f"unknown backend {spec!r}: expected portable, xnnpack or PKG.MOD:PARTITIONER"
+        )
+    return [_partitioner(module, attr, spec)]
+
+
+def _partitioner(module: str, attr: str, spec: str) -> Partitioner:
+    try:
+        value = getattr(importlib.import_module(module), attr)
+    except ImportError as error:
+        raise BackendUnavailable(f"backend {spec} cannot be imported: {error}") from error
+    except AttributeError:
+        raise UsageError(f"backend {spec}: module {module} has no {attr!r}") from None
+    if not isinstance(value, Partitioner) and callable(value):
+        try:
+            value = value()
+        except Exception as error:
+            raise ExportFailed(f"making the partitioner {spec}", error) from error
+    if not isinstance(value, Partitioner):
+        raise UsageError(
+            f"backend {spec} gives a {type(value).__name__}; expected an ExecuTorch Partitioner, "
+            "or a callable without parameters that returns one"
+        )
+    return value
+
+
+# --- stages -------------------------------------------------------------------------------------
+
+
+def export_method(method: Method, options: ExportOptions) -> ExportedProgram:
+    """``torch.export.export``, unless the source is an exported program already."""
+    if isinstance(method, ExportedProgram):
+        if options.dtype is not None:
+            raise UsageError("--dtype needs a module to convert; the source is exported already")
+        if options.strict is not None:
+            raise UsageError("--strict needs a module to trace; the source is exported already")
+        return method
+    if options.dtype is not None:
+        method = convert(method, getattr(torch, options.dtype))
+    if method.module.training:
+        log.warning("the module is in training mode; call .eval() for inference behaviour")
+    extra: dict[str, Any] = {} if options.strict is None else {"strict": options.strict}
+    return torch.export.export(
+        method.module, method.args, method.kwargs, dynamic_shapes=method.dynamic_shapes, **extra
+    )
+
+
+def convert(call: ModuleCall, dtype: torch.dtype) -> ModuleCall:
+    """The same call with floating point weights and inputs of another type."""
+
+    def one(value: Any) -> Any:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_float else value
+
+    return ModuleCall(
+        call.module.to(dtype),
+        pytree.tree_map(one, call.args),
+        pytree.tree_map(one, call.kwargs),
+        call.dynamic_shapes,
+    )
+
+
+def tag_weights(program: ExportedProgram, tag: str) -> None:
+    """Ask the delegate to keep its weights in ``<tag>.ptd`` (XNNPACK does; others may not).
+
+    ExecuTorch's own pass sets the tag on an unlifted module, which must then be exported again.
+    The tag ends up on the placeholders of the weights, so it is set there: the same bytes come
+    out, dynamic shapes survive, and nothing is traced twice.
+    """
+    signature = program.graph_signature
+    weights = {
+        *signature.inputs_to_parameters,
+        *signature.inputs_to_buffers,
+        *signature.inputs_to_lifted_tensor_constants,
+    }
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in weights:
+            node.meta.setdefault("custom", {})["delegate_constant_tag"] = tag
+
+
+def edge_config(options: ExportOptions) -> EdgeCompileConfig | None:
+    changed: dict[str, Any] = {}
+    if options.check_ir is not None:
+        changed["_check_ir_validity"] = options.check_ir
+    if options.dim_order is not None:
+        changed["_skip_dim_order"] = not options.dim_order
+    return EdgeCompileConfig(**changed) if changed else None
+
+
+def backend_config(options: ExportOptions) -> ExecutorchBackendConfig | None:
+    changed: dict[str, Any] = {
+        "segment_alignment": options.segment_alignment,
+        "constant_tensor_alignment": options.constant_alignment,
+        "delegate_alignment": options.delegate_alignment,
+        "extract_delegate_segments": options.extract_delegate_segments,
+        "remove_view_copy": options.remove_view_copy,
+        "do_quant_fusion_and_const_prop": options.quant_fusion,
+        "memory_planning_pass": _memory_planning(options),
+        "external_constants": _external_constants(options),
+    }
+    given = {key: value for key, value in changed.items() if value is not None}
+    return ExecutorchBackendConfig(**given) if given else None
+
+
+def _memory_planning(options: ExportOptions) -> MemoryPlanningPass | None:
+    given = {
+        "alloc_graph_input": options.alloc_graph_input,
+        "alloc_graph_output": options.alloc_graph_output,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
+    return MemoryPlanningPass(**given) if given else None
+
+
+def _external_constants(options: ExportOptions) -> Any:
+    if not options.external_weights:
+        return None
+    if options.external_tag == DEFAULT_TAG:
+        return True
+    tag = options.external_tag
+    return lambda node: tag
+
+
+@contextlib.contextmanager
+def _stage(progress: Progress, label: str) -> Iterator[None]:
+    """One stage on the progress display; what PyTorch or ExecuTorch raises names the stage."""
+    progress.start(label, None)
+    try:
+        yield
+    except (CasError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        known = _library_error(error)
+        if known is not None:
+            raise known from error
+        raise ExportFailed(label, error) from error
+    finally:
+        progress.finish()
+
+
+def _library_error(error: BaseException) -> CasError | OSError | None:
+    """A full disk, say, that came through frames which wrapped it in errors of their own."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        if isinstance(current, (CasError, OSError)):
+            return current
+        seen.add(id(current))
+        current = current.__cause__ or current.__context__
+    return None
