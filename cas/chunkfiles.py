@@ -1,0 +1,124 @@
+"""Chunk files: finding, opening and checking them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from cas.digest import Digest
+from cas.errors import ChunkDamaged, ChunkError, ChunkMissing
+from cas.layout import FANOUT, Layout, parse_digest_name
+
+_E = TypeVar("_E", bound=ChunkError)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Which bytes of which file needed a chunk, for the error that says so."""
+
+    file: str
+    offset: int
+    length: int
+
+
+def size_on_disk(path: Path) -> int | None:
+    """The file's size in bytes, or None if there is no file."""
+    try:
+        return os.stat(path).st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def missing(digest: Digest, path: Path, need: Need | None = None) -> ChunkMissing:
+    return _error(ChunkMissing, digest, path, "", need)
+
+
+def damaged(digest: Digest, path: Path, detail: str, need: Need | None = None) -> ChunkDamaged:
+    return _error(ChunkDamaged, digest, path, detail, need)
+
+
+def _error(kind: type[_E], digest: Digest, path: Path, detail: str, need: Need | None) -> _E:
+    if need is None:
+        return kind(str(digest), path, detail=detail)
+    return kind(
+        str(digest), path, detail=detail, file=need.file, offset=need.offset, length=need.length
+    )
+
+
+def open_chunk(path: Path, digest: Digest, need: Need | None = None) -> int:
+    """A read-only descriptor that the caller closes.
+
+    Raises:
+        ChunkMissing
+    """
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise missing(digest, path, need) from None
+
+
+def read_into(
+    path: Path,
+    digest: Digest,
+    size: int,
+    buffer: memoryview,
+    *,
+    verify: bool = True,
+    need: Need | None = None,
+) -> memoryview:
+    """Read the whole chunk into the front of ``buffer`` and return that part of it.
+
+    With ``verify`` the bytes returned are the bytes hashed: the copy in ``buffer``.
+
+    Raises:
+        ChunkMissing: there is no such file.
+        ChunkDamaged: its size or content is not what the digest promises.
+    """
+    fd = open_chunk(path, digest, need)
+    try:
+        actual = os.fstat(fd).st_size
+        if actual != size:
+            raise damaged(digest, path, f"it has {actual} bytes instead of {size}", need)
+        view = buffer[:size]
+        done = 0
+        while done < size:
+            count = os.preadv(fd, [view[done:]], done)
+            if count == 0:
+                raise damaged(digest, path, f"it ended after {done} of {size} bytes", need)
+            done += count
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise damaged(digest, path, f"reading failed: {error.strerror}", need) from error
+    finally:
+        os.close(fd)
+    if verify and Digest.of(view) != digest:
+        raise damaged(digest, path, "its content does not match its digest", need)
+    return view
+
+
+def walk(directory: Path) -> Iterator[tuple[Digest, os.DirEntry[str]]]:
+    """Every file below ``chunks/`` or ``manifests/`` that has a digest's name in its place."""
+    for prefix in FANOUT:
+        try:
+            entries = os.scandir(directory / prefix)
+        except FileNotFoundError:
+            continue
+        with entries:
+            for entry in entries:
+                digest = parse_digest_name(entry.name)
+                if digest is not None and entry.name.startswith(prefix):
+                    yield digest, entry
+
+
+def total_size(layout: Layout) -> tuple[int, int]:
+    """(number, bytes) of all chunk files, by walking them."""
+    count = size = 0
+    for _, entry in walk(layout.chunks):
+        count += 1
+        size += entry.stat().st_size
+    return count, size

@@ -1,0 +1,102 @@
+"""What the parts of one open store share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cas import fsio
+from cas.config import Config
+from cas.digest import Digest
+from cas.errors import ManifestDamaged, ReadOnlyStore
+from cas.header import Header
+from cas.index import Index
+from cas.layout import Layout
+from cas.leases import Lease
+from cas.manifest import MAX_MANIFEST_BYTES, Manifest
+
+#: Threads that hash and write. Twice the cores keep both busy while some wait for the disk.
+DEFAULT_WORKERS = min(8, 2 * (os.cpu_count() or 1))
+#: Bytes of buffers that one operation may hold at a time, however large the data.
+DEFAULT_BUFFER_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class Context:
+    layout: Layout
+    header: Header
+    config: Config
+    modes: fsio.Modes
+    read_only: bool
+    clock: Callable[[], float] = time.time
+    workers: int = DEFAULT_WORKERS
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    _index: Index | None = field(default=None, init=False)
+
+    @property
+    def chunk_size(self) -> int:
+        return self.header.chunk_size
+
+    @property
+    def index(self) -> Index:
+        """The index, opened (and if need be rebuilt) at first use.
+
+        Raises:
+            ReadOnlyStore: readers of a read-only store do without the index.
+        """
+        self.require_writable("use the index")
+        if self._index is None:
+            self._index = Index.open(self.layout, self.modes, self.clock)
+        return self._index
+
+    def close(self) -> None:
+        if self._index is not None:
+            index, self._index = self._index, None
+            index.close()
+
+    def now(self) -> int:
+        """Whole seconds since the epoch."""
+        return int(self.clock())
+
+    def require_writable(self, operation: str) -> None:
+        if self.read_only:
+            raise ReadOnlyStore(self.layout.root, operation)
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[Lease]:
+        """A lease for the length of the block, with a staging directory that goes with it."""
+        with fsio.os_errors(self.layout.root):
+            lease = Lease(self.layout, self.modes)
+        staging = self.layout.staging(lease.id)
+        try:
+            with fsio.os_errors(staging):
+                fsio.make_directory(staging, self.modes.directory)
+            yield lease
+        finally:
+            # Staging first: a staging directory without a live lease is gc's to remove.
+            fsio.remove_tree(staging)
+            lease.close()
+
+    def load_manifest(self, digest: Digest) -> Manifest:
+        """Read and check the manifest ``digest``.
+
+        Raises:
+            ManifestDamaged: it is missing, altered or malformed.
+        """
+        return load_manifest(self.layout.manifest(digest), digest)
+
+
+def load_manifest(path: Path, digest: Digest) -> Manifest:
+    """Read and check a manifest file; see `Context.load_manifest`."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_MANIFEST_BYTES + 1)
+    except FileNotFoundError:
+        raise ManifestDamaged(str(digest), "is missing") from None
+    if Digest.of(data) != digest:
+        raise ManifestDamaged(str(digest), "does not match its digest")
+    return Manifest.parse(data)

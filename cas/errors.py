@@ -1,0 +1,224 @@
+"""The one error tree of the library.
+
+Every error carries its facts as attributes, says in its message what to do about it, and belongs
+to a class whose ``exit_code`` the command line uses as it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import ClassVar
+
+
+class CasError(Exception):
+    """Base of every error that the library raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+
+# --- 2: the request itself is wrong -------------------------------------------------------------
+
+
+class UsageError(CasError):
+    """An argument does not make sense."""
+
+    exit_code = 2
+
+
+class InvalidName(UsageError):
+    """A ref or file name that could escape, collide or confuse."""
+
+    def __init__(self, name: str, reason: str, *, kind: str = "name") -> None:
+        self.name = name
+        self.reason = reason
+        shown = name if len(name) <= 60 else name[:57] + "..."
+        super().__init__(f"{kind} {shown!r} is not allowed: {reason}")
+
+
+# --- 3: nothing there ---------------------------------------------------------------------------
+
+
+class NotFound(CasError):
+    """What was asked for is not in the store."""
+
+    exit_code = 3
+
+
+class StoreNotFound(NotFound):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        super().__init__(f"there is no store at {path}; an export or `Store.open` creates one")
+
+
+class RefNotFound(NotFound):
+    def __init__(self, name: str, generation: int | None = None, known: Iterable[str] = ()) -> None:
+        self.name = name
+        self.generation = generation
+        self.known = tuple(known)
+        shown = name if generation is None else f"{name}@{generation}"
+        if self.known:
+            hint = "there is " + ", ".join(self.known[:5]) + (" ..." if self.known[5:] else "")
+        else:
+            hint = "`cas ls` lists what the store holds"
+        super().__init__(f"no artifact {shown!r} in this store; {hint}")
+
+
+# --- 4: data is damaged -------------------------------------------------------------------------
+
+
+class Damaged(CasError):
+    """Bytes on disk are not what they must be."""
+
+    exit_code = 4
+
+
+class ManifestDamaged(Damaged):
+    """A manifest is missing, does not match its digest, or does not parse."""
+
+    def __init__(self, subject: str, reason: str) -> None:
+        self.subject = subject
+        self.reason = reason
+        super().__init__(
+            f"manifest {subject} {reason}; export the artifact again, or remove the refs that "
+            "`cas verify` names"
+        )
+
+
+class RefDamaged(Damaged):
+    def __init__(self, path: Path, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(
+            f"ref file {path} {reason}; restore it from a copy, or delete it and export again"
+        )
+
+
+class StoreDamaged(Damaged):
+    def __init__(self, path: Path, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"{path} {reason}")
+
+
+class ChunkError(Damaged):
+    """A chunk cannot be used. ``file``, ``offset`` and ``length`` say what needed it, if known."""
+
+    what: ClassVar[str] = "cannot be used"
+
+    def __init__(
+        self,
+        digest: str,
+        path: Path,
+        *,
+        detail: str = "",
+        file: str | None = None,
+        offset: int | None = None,
+        length: int | None = None,
+    ) -> None:
+        self.digest = digest
+        self.path = path
+        self.detail = detail
+        self.file = file
+        self.offset = offset
+        self.length = length
+        where = ""
+        if file is not None and offset is not None and length is not None:
+            where = f", needed for bytes {offset}..{offset + length} of {file!r},"
+        super().__init__(
+            f"chunk {digest}{where} {self.what}{': ' + detail if detail else ''} ({path}); run "
+            "`cas verify` to see what is affected, then export the artifact again to restore it"
+        )
+
+
+class ChunkMissing(ChunkError):
+    what = "is missing"
+
+
+class ChunkDamaged(ChunkError):
+    what = "is damaged"
+
+
+# --- 5: refused ---------------------------------------------------------------------------------
+
+
+class Refused(CasError):
+    """Understood, but unsafe or unsupported here."""
+
+    exit_code = 5
+
+
+class NotAStore(Refused):
+    def __init__(self, path: Path, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(
+            f"{path} is not a cas store: {reason}; choose an empty or new directory with --store"
+        )
+
+
+class UnknownFormat(Refused):
+    def __init__(self, path: Path, found: object, known: int) -> None:
+        self.path = path
+        self.found = found
+        self.known = known
+        super().__init__(
+            f"the store at {path} has format {found!r}, this version of cas reads format {known}; "
+            "use the version that wrote it, or another store"
+        )
+
+
+class ReadOnlyStore(Refused):
+    def __init__(self, path: Path, operation: str) -> None:
+        self.path = path
+        self.operation = operation
+        super().__init__(
+            f"cannot {operation}: the store at {path} is read-only here; "
+            "use a store you may write, or ask for write permission"
+        )
+
+
+class NetworkFilesystem(Refused):
+    def __init__(self, path: Path, fstype: str) -> None:
+        self.path = path
+        self.fstype = fstype
+        super().__init__(
+            f"{path} lies on a network filesystem ({fstype}), where file locks and LMDB are not "
+            "safe; put the store on a local disk (--store)"
+        )
+
+
+class Busy(Refused):
+    """Somebody else holds what is needed; trying again later is right."""
+
+
+class PermissionRefused(Refused):
+    def __init__(self, path: Path, action: str, reason: str) -> None:
+        self.path = path
+        self.action = action
+        super().__init__(f"cannot {action} {path}: {reason}")
+
+
+# --- 6, 7 ---------------------------------------------------------------------------------------
+
+
+class NoSpace(CasError):
+    """The disk is full."""
+
+    exit_code = 6
+
+    def __init__(self, path: Path, *, needed: int | None = None, free: int | None = None) -> None:
+        self.path = path
+        self.needed = needed
+        self.free = free
+        amount = ""
+        if needed is not None and free is not None:
+            amount = f" ({needed} bytes needed, {free} free)"
+        super().__init__(
+            f"no space left on the filesystem of {path}{amount}; nothing committed was lost; "
+            "free space there, or run `cas gc`"
+        )
+
+
+class RemoteError(CasError):
+    exit_code = 7

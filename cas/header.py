@@ -1,0 +1,126 @@
+"""Creating a store, and deciding whether a directory is one that may be used."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from cas import fsio
+from cas.chunking import check_chunk_size
+from cas.errors import (
+    NetworkFilesystem,
+    NotAStore,
+    PermissionRefused,
+    StoreNotFound,
+    UnknownFormat,
+    UsageError,
+)
+from cas.layout import FORMAT, Layout
+from cas.manifest import canonical_json, load_json, require_keys
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The content of ``cas.json``."""
+
+    format: int
+    chunk_size: int
+    id: str
+
+    def encode(self) -> bytes:
+        document = {"format": self.format, "chunk_size": self.chunk_size, "id": self.id}
+        return canonical_json(document) + b"\n"
+
+
+def check_filesystem(root: Path) -> None:
+    """Refuse a place where flock and LMDB do not work.
+
+    Raises:
+        NetworkFilesystem
+    """
+    existing = root
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    fstype = fsio.filesystem_type(existing)
+    if fsio.is_network_filesystem(fstype):
+        raise NetworkFilesystem(root, fstype)
+
+
+def read(layout: Layout) -> Header:
+    """Read and check ``cas.json``.
+
+    Raises:
+        StoreNotFound: there is no directory, or an empty one.
+        NotAStore: there is something else.
+        UnknownFormat: a store of another version.
+    """
+    root = layout.root
+    try:
+        data = layout.header.read_bytes()
+    except FileNotFoundError:
+        if root.is_dir() and any(root.iterdir()) and not _is_half_made(layout):
+            raise NotAStore(root, "the directory holds other files") from None
+        raise StoreNotFound(root) from None
+    except NotADirectoryError:
+        raise NotAStore(root, "it is a file, or lies below one") from None
+    except PermissionError as error:
+        raise PermissionRefused(
+            root, "read the store at", error.strerror or "permission denied"
+        ) from None
+    return _parse(root, data)
+
+
+def _parse(root: Path, data: bytes) -> Header:
+    try:
+        document = load_json(data)
+        if not isinstance(document, dict) or "format" not in document:
+            raise UsageError("no format")
+        if document["format"] != FORMAT:
+            raise UnknownFormat(root, document["format"], FORMAT)
+        fields = require_keys(document, ("format", "chunk_size", "id"), "the header")
+        if type(fields["chunk_size"]) is not int or not isinstance(fields["id"], str):
+            raise UsageError("a field has the wrong type")
+        return Header(FORMAT, check_chunk_size(fields["chunk_size"]), fields["id"])
+    except UsageError as error:
+        raise NotAStore(root, f"its cas.json is not valid ({error})") from None
+
+
+def _is_half_made(layout: Layout) -> bool:
+    """Whether a creation was cut short here: only our own, empty, directories."""
+    ours = {path.name for path in layout.directories()}
+    return all(entry.name in ours and entry.is_dir() for entry in layout.root.iterdir())
+
+
+def create(layout: Layout, chunk_size: int, modes: fsio.Modes) -> Header:
+    """Make a store at ``layout.root``; if another process is faster, use what it made.
+
+    ``cas.json`` comes last, so a half-made store is none.
+
+    Raises:
+        NotAStore, PermissionRefused, NoSpace
+    """
+    header = Header(FORMAT, check_chunk_size(chunk_size), secrets.token_hex(16))
+    root = layout.root
+    try:
+        with fsio.os_errors(root, "create a store at"):
+            root.mkdir(parents=True, exist_ok=True)
+            for directory in layout.directories():
+                fsio.make_directory(directory, modes.directory)
+            temporary = layout.tmp / f"header-{header.id}"
+            fsio.create_file(temporary, header.encode(), mode=modes.data, sync=True)
+            fsio.link_exclusive(temporary, layout.header)
+            fsio.unlink(temporary)
+            fsio.sync_directories([root, layout.chunks, layout.manifests])
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.EEXIST):
+            raise NotAStore(root, "it is a file, or lies below one") from None
+        raise
+    return read(layout)
+
+
+def is_writable(layout: Layout) -> bool:
+    """Whether this process may create files in the store (False on a read-only mount)."""
+    return all(os.access(path, os.W_OK | os.X_OK) for path in (layout.root, layout.tmp))

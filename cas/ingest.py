@@ -1,0 +1,323 @@
+"""From bytes to chunk files: cut, hash, look up, stage. Hashing and writing run in threads.
+
+A worker takes one chunk through every step: hash it, lease its digest, ask the index whether it is
+known, and if not write it to the staging directory. Views of the caller's memory are used as they
+are; a stream is read into a ring of buffers, so the memory held does not depend on its length.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from cas import chunkfiles, fsio
+from cas.chunking import cut
+from cas.context import Context
+from cas.digest import Digest
+from cas.errors import UsageError
+from cas.index import Entry
+from cas.leases import Lease
+from cas.manifest import ChunkPart, Part, Recipe, ZeroPart
+from cas.progress import Progress
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+#: Staged bytes after which they are published, so that a crash late in a long write costs little.
+BARRIER_BYTES = 256 << 20
+#: A larger chunk is synced by the worker that wrote it, beside the others' hashing; smaller ones
+#: wait for the barrier, where one syncfs does for all.
+SYNC_EACH = 256 << 10
+#: From this many unsynced files on, one syncfs is cheaper than as many fdatasyncs.
+SYNCFS_FILES = 16
+
+
+class Readable(Protocol):
+    """A binary stream: `readinto` fills the front of a buffer, returns how much, 0 at the end."""
+
+    def readinto(self, buffer: memoryview, /) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a writer has taken in so far. ``new_bytes`` is what the store's chunks grew by."""
+
+    logical_bytes: int = 0
+    new_bytes: int = 0
+    chunks: int = 0
+    new_chunks: int = 0
+
+
+class Ingest:
+    """One writer's ingest. `put` may be called from several threads."""
+
+    def __init__(self, context: Context, lease: Lease, progress: Progress) -> None:
+        self._context = context
+        self._layout = context.layout
+        self._lease = lease
+        self._progress = progress
+        self._pool = ThreadPoolExecutor(context.workers, thread_name_prefix="cas-ingest")
+        self._mutex = threading.Lock()
+        self._publishing = threading.Lock()
+        self._settled: dict[Digest, int] = {}
+        self._running: dict[Digest, Future[None]] = {}
+        self._staged: dict[Digest, int] = {}
+        self._unsynced: list[Path] = []
+        self._staged_bytes = 0
+        self._counters = Counters()
+        self._zero_digests: dict[int, Digest] = {}
+
+    @property
+    def counters(self) -> Counters:
+        with self._mutex:
+            return self._counters
+
+    def path_of(self, digest: Digest) -> Path:
+        """Where the chunk lies now; valid for as long as the caller holds an open descriptor."""
+        with self._mutex:
+            staged = digest in self._staged
+        return self._layout.staged(self._lease.id, digest) if staged else self._layout.chunk(digest)
+
+    def open_chunk(self, digest: Digest) -> int:
+        """A read-only descriptor of a chunk, staged or published.
+
+        Raises:
+            ChunkMissing
+        """
+        path = self.path_of(digest)
+        if path.parent.name == self._lease.id:
+            try:
+                return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:  # published between the two lines
+                path = self._layout.chunk(digest)
+        return chunkfiles.open_chunk(path, digest)
+
+    # --- taking bytes in ------------------------------------------------------------------------
+
+    def put(self, data: Buffer) -> Recipe:
+        """Take in one contiguous buffer, without copying it. Cuts start at its first byte.
+
+        Raises:
+            UsageError: the buffer is not C-contiguous.
+        """
+        view = _as_bytes(data)
+        if not view:
+            return Recipe()
+        pieces = (view[o : o + n] for o, n in cut(len(view), self._context.chunk_size))
+        if len(view) <= self._context.chunk_size:
+            parts = [self._take(view)]
+        else:
+            parts = list(self._take_all(pieces))
+        self._account(len(view))
+        return Recipe.concat([Recipe(tuple(parts))])
+
+    def put_stream(self, stream: Readable) -> Recipe:
+        """Take in all that ``stream`` gives, through a ring of buffers."""
+        size = self._context.chunk_size
+        ring: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+        spare = max(2, self._context.buffer_bytes // size)
+        parts: list[Part] = []
+        window: deque[tuple[Future[Part], bytearray]] = deque()
+        total = 0
+        try:
+            while True:
+                if ring.empty() and spare:
+                    spare -= 1
+                    ring.put(bytearray(size))
+                elif ring.empty():
+                    parts.append(_collect(window, ring))
+                buffer = ring.get()
+                count = _fill(stream, memoryview(buffer))
+                if count == 0:
+                    break
+                total += count
+                window.append((self._submit(memoryview(buffer)[:count]), buffer))
+        finally:
+            while window:
+                parts.append(_collect(window, ring))
+        self._account(total)
+        return Recipe.concat([Recipe(tuple(parts))])
+
+    def _take_all(self, pieces: Iterable[memoryview]) -> Iterator[Part]:
+        """Take pieces in parallel, in order; a bounded number of them is under way."""
+        window: deque[Future[Part]] = deque()
+        try:
+            for piece in pieces:
+                if len(window) >= 2 * self._context.workers:
+                    yield window.popleft().result()
+                window.append(self._submit(piece))
+            while window:
+                yield window.popleft().result()
+        finally:
+            # The views must not be in use when the caller gets its memory back.
+            for future in window:
+                future.cancel()
+            for future in window:
+                if not future.cancelled():
+                    future.exception()
+
+    def _submit(self, view: memoryview) -> Future[Part]:
+        return self._pool.submit(self._take, view)
+
+    def _take(self, view: memoryview) -> Part:
+        part = self._store(view)
+        with self._mutex:
+            self._progress.advance(len(view))
+            full = self._staged_bytes >= BARRIER_BYTES
+        if full:
+            self.publish()
+        return part
+
+    def _store(self, view: memoryview) -> Part:
+        digest = Digest.of(view)
+        if digest == self._zero_digest(view):
+            return ZeroPart(len(view))
+        self._settle(digest, view)
+        return ChunkPart.whole(digest, len(view))
+
+    def _zero_digest(self, view: memoryview) -> Digest | None:
+        """The digest that ``view`` has if it is all zeros; None if a first look rules that out."""
+        if any(view[:64]):
+            return None
+        size = len(view)
+        if size not in self._zero_digests:
+            self._zero_digests[size] = Digest.of(bytes(size))
+        return self._zero_digests[size]
+
+    def _settle(self, digest: Digest, view: memoryview) -> None:
+        """Return when the chunk is in a file. One thread does the work, others wait for it."""
+        with self._mutex:
+            if digest in self._settled:
+                return
+            running = self._running.get(digest)
+            if running is None:
+                mine: Future[None] = Future()
+                self._running[digest] = mine
+        if running is not None:
+            running.result()
+            return
+        try:
+            self._find_or_stage(digest, view)
+        except BaseException as error:
+            mine.set_exception(error)
+            raise
+        else:
+            mine.set_result(None)
+        finally:
+            with self._mutex:
+                del self._running[digest]
+
+    def _find_or_stage(self, digest: Digest, view: memoryview) -> None:
+        size = len(view)
+        self._lease.add_chunks((digest,))  # before the question: gc must see what we rely on
+        path = self._layout.chunk(digest)
+        with self._context.index.write() as txn:
+            entry = txn.get(digest)
+            known = (
+                entry is not None and entry.size == size and chunkfiles.size_on_disk(path) == size
+            )
+        if not known:
+            staged = self._layout.staged(self._lease.id, digest)
+            with fsio.os_errors(staged):
+                fsio.create_file(
+                    staged, view, mode=self._context.modes.data, sync=size >= SYNC_EACH
+                )
+        with self._mutex:
+            self._settled[digest] = size
+            if not known:
+                self._staged[digest] = size
+                self._staged_bytes += size
+                if size < SYNC_EACH:
+                    self._unsynced.append(staged)
+            old = self._counters
+            self._counters = Counters(
+                old.logical_bytes,
+                old.new_bytes + (0 if known else size),
+                old.chunks + 1,
+                old.new_chunks + (not known),
+            )
+
+    def _account(self, nbytes: int) -> None:
+        with self._mutex:
+            old = self._counters
+            self._counters = Counters(
+                old.logical_bytes + nbytes, old.new_bytes, old.chunks, old.new_chunks
+            )
+
+    # --- publishing -----------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """The barrier: make what is staged durable, give it its final names, enter it."""
+        with self._publishing:
+            with self._mutex:
+                batch = dict(self._staged)
+                unsynced, self._unsynced = self._unsynced, []
+                self._staged_bytes = 0
+            if not batch:
+                return
+            with fsio.os_errors(self._layout.root):
+                try:
+                    self._sync(unsynced)
+                except BaseException:
+                    with self._mutex:  # a later barrier must not take them for durable
+                        self._unsynced += unsynced
+                    raise
+                self._move(batch)
+
+    def _sync(self, paths: list[Path]) -> None:
+        if len(paths) >= SYNCFS_FILES:
+            fsio.sync_filesystem(self._layout.tmp)
+        else:
+            for path in paths:
+                fsio.sync_path(path)
+
+    def _move(self, batch: dict[Digest, int]) -> None:
+        now = self._context.now()
+        with self._context.index.write() as txn:
+            for digest, size in batch.items():
+                target = self._layout.chunk(digest)
+                fsio.rename(self._layout.staged(self._lease.id, digest), target)
+                with self._mutex:
+                    del self._staged[digest]
+                txn.put(digest, Entry(size, now, 0))
+            fsio.sync_directories(self._layout.chunk(digest).parent for digest in batch)
+
+    def close(self) -> None:
+        """Stop the threads; what they have begun is finished first."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _as_bytes(data: Buffer) -> memoryview:
+    try:
+        view = memoryview(data)
+        return view.cast("B") if view.nbytes else memoryview(b"")
+    except (TypeError, BufferError) as error:
+        raise UsageError(f"not a contiguous buffer of bytes: {error}") from None
+
+
+def _collect(
+    window: deque[tuple[Future[Part], bytearray]], ring: queue.SimpleQueue[bytearray]
+) -> Part:
+    future, buffer = window.popleft()
+    try:
+        return future.result()
+    finally:
+        ring.put(buffer)
+
+
+def _fill(stream: Readable, view: memoryview) -> int:
+    """Read until ``view`` is full or the stream ends, so that cuts do not depend on short reads."""
+    done = 0
+    while done < len(view):
+        count = stream.readinto(view[done:])
+        if not count:
+            break
+        done += count
+    return done

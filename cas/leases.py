@@ -1,0 +1,132 @@
+"""Leases: what a live process is using, for gc to see.
+
+A lease is a file that its process holds with flock, to which it appends the digests it relies on.
+The lock dies with the process, however it dies, so there is nothing to judge by age or pid.
+
+Records are 33 bytes: ``c`` and a chunk's digest, or ``m`` and a manifest's digest (which stands
+for its chunks too). A torn last record is one whose use has not begun, and is ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cas import fsio
+from cas.digest import DIGEST_SIZE, Digest
+from cas.layout import Layout, is_writer_id
+
+_RECORD = 1 + DIGEST_SIZE
+
+
+@dataclass(slots=True)
+class Leased:
+    """The union of what some leases protect."""
+
+    chunks: set[Digest] = field(default_factory=set)
+    manifests: set[Digest] = field(default_factory=set)
+
+    def add_records(self, data: bytes) -> None:
+        for start in range(0, len(data) - _RECORD + 1, _RECORD):
+            kind = data[start : start + 1]
+            digest = Digest(data[start + 1 : start + _RECORD])
+            if kind == b"m":
+                self.manifests.add(digest)
+            else:  # a flipped kind byte must protect too much rather than too little
+                self.chunks.add(digest)
+
+
+class Lease:
+    """This process's protection of digests, from creation to `close`. Thread safe."""
+
+    def __init__(self, layout: Layout, modes: fsio.Modes) -> None:
+        self.layout = layout
+        self.id, self._lock = _create(layout, modes)
+        self._mutex = threading.Lock()
+        self._held: set[bytes] = set()
+
+    def add_chunks(self, digests: Iterable[Digest]) -> None:
+        """Protect chunks; they are protected when this returns."""
+        self._add(b"c", digests)
+
+    def add_manifest(self, digest: Digest) -> None:
+        """Protect a manifest and every chunk that it names."""
+        self._add(b"m", (digest,))
+
+    def _add(self, kind: bytes, digests: Iterable[Digest]) -> None:
+        with self._mutex:
+            fresh = [kind + digest for digest in digests if kind + digest not in self._held]
+            if fresh:
+                fsio.step("lease", self._lock.path)
+                fsio.write_all(self._lock.fd, b"".join(fresh))
+                self._held.update(fresh)
+
+    def close(self) -> None:
+        """End the protection."""
+        if self._lock.fd >= 0:
+            fsio.unlink(self._lock.path)
+            self._lock.close()
+
+
+def _create(layout: Layout, modes: fsio.Modes) -> tuple[str, fsio.FileLock]:
+    while True:
+        writer = secrets.token_hex(16)
+        fsio.step("create", layout.lease(writer))
+        lock = fsio.FileLock.open(layout.lease(writer), modes.file)
+        # A gc may have seen the file before it was locked, taken it for a dead one and removed
+        # it: then it is locked now, or the path names something else. Take another name.
+        if lock.try_exclusive() and lock.is_current():
+            return writer, lock
+        lock.close()
+
+
+def read_live(layout: Layout) -> Leased:
+    """What live processes protect now."""
+    leased = Leased()
+    for writer in _writers(layout):
+        with contextlib.suppress(FileNotFoundError):  # it ended meanwhile
+            fd = os.open(layout.lease(writer), os.O_RDWR | os.O_CLOEXEC)
+            lock = fsio.FileLock(layout.lease(writer), fd)
+            try:
+                if not lock.try_exclusive():
+                    leased.add_records(layout.lease(writer).read_bytes())
+            finally:
+                lock.close()
+    return leased
+
+
+def is_live(layout: Layout, writer: str) -> bool:
+    """Whether the process that took this lease still holds it."""
+    try:
+        fd = os.open(layout.lease(writer), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    lock = fsio.FileLock(layout.lease(writer), fd)
+    try:
+        return not lock.try_exclusive()
+    finally:
+        lock.close()
+
+
+def remove_dead(layout: Layout) -> list[str]:
+    """Unlink the leases whose process is gone; return their ids."""
+    removed = []
+    for writer in _writers(layout):
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(layout.lease(writer), os.O_RDWR | os.O_CLOEXEC)
+            lock = fsio.FileLock(layout.lease(writer), fd)
+            try:
+                if lock.try_exclusive() and lock.is_current():
+                    fsio.unlink(lock.path)
+                    removed.append(writer)
+            finally:
+                lock.close()
+    return removed
+
+
+def _writers(layout: Layout) -> list[str]:
+    return [name for name in os.listdir(layout.leases) if is_writer_id(name)]

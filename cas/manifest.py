@@ -1,0 +1,421 @@
+"""Recipes and manifests: what an artifact consists of. Pure values, canonical JSON.
+
+``docs/format.md`` specifies the encoding. A manifest comes from disk or from another machine, so
+`Manifest.parse` believes nothing: every size, name, digest and sum is checked before use.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+from cas.chunking import MAX_CHUNK_SIZE
+from cas.digest import Digest
+from cas.errors import CasError, ManifestDamaged, UsageError
+from cas.layout import FORMAT, check_file_name
+
+Json: TypeAlias = "str | int | bool | list[Json] | dict[str, Json] | None"
+
+MAX_SIZE: Final = 2**63 - 1
+MAX_LITERAL: Final = 1 << 20
+MAX_MANIFEST_BYTES: Final = 1 << 30
+MAX_TENSOR_DIMS: Final = 64
+MAX_NAME_CHARS: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPart:
+    """``length`` bytes from ``offset`` on of the chunk ``digest``, which has ``size`` bytes."""
+
+    digest: Digest
+    size: int
+    offset: int
+    length: int
+
+    @classmethod
+    def whole(cls, digest: Digest, size: int) -> ChunkPart:
+        return cls(digest, size, 0, size)
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroPart:
+    """``length`` zero bytes; nothing is stored for them."""
+
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class DataPart:
+    """A few bytes, kept in the recipe itself."""
+
+    data: bytes
+
+    @property
+    def length(self) -> int:
+        return len(self.data)
+
+
+Part: TypeAlias = ChunkPart | ZeroPart | DataPart
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to rebuild a run of bytes: its parts in order."""
+
+    parts: tuple[Part, ...] = ()
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", sum(part.length for part in self.parts))
+
+    @classmethod
+    def literal(cls, data: bytes) -> Recipe:
+        """A recipe that holds ``data`` itself.
+
+        Raises:
+            UsageError: more than 1 MiB; such data belongs in chunks.
+        """
+        if len(data) > MAX_LITERAL:
+            raise UsageError(f"a literal holds at most {MAX_LITERAL} bytes, got {len(data)}")
+        return cls((DataPart(data),)) if data else cls()
+
+    @classmethod
+    def concat(cls, recipes: Iterable[Recipe]) -> Recipe:
+        """The bytes of each recipe after the other; adjacent literals and zero runs are joined."""
+        parts: list[Part] = []
+        for recipe in recipes:
+            for part in recipe.parts:
+                _append(parts, part)
+        return cls(tuple(parts))
+
+    def chunks(self) -> Iterator[ChunkPart]:
+        return (part for part in self.parts if isinstance(part, ChunkPart))
+
+    def slice(self, offset: int, length: int) -> Recipe:
+        """The recipe of ``length`` bytes from ``offset`` on.
+
+        Raises:
+            UsageError: the range is not inside the recipe.
+        """
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise UsageError(f"bytes {offset}..{offset + length} of a recipe of {self.size}")
+        parts: list[Part] = []
+        position = 0
+        for part in self.parts:
+            begin = max(offset, position)
+            end = min(offset + length, position + part.length)
+            if begin < end:
+                parts.append(_sub(part, begin - position, end - begin))
+            position += part.length
+        return Recipe(tuple(parts))
+
+
+def _sub(part: Part, offset: int, length: int) -> Part:
+    if isinstance(part, ChunkPart):
+        return ChunkPart(part.digest, part.size, part.offset + offset, length)
+    if isinstance(part, ZeroPart):
+        return ZeroPart(length)
+    return DataPart(part.data[offset : offset + length])
+
+
+def _append(parts: list[Part], part: Part) -> None:
+    last = parts[-1] if parts else None
+    if isinstance(part, ZeroPart) and isinstance(last, ZeroPart):
+        parts[-1] = ZeroPart(last.length + part.length)
+    elif (
+        isinstance(part, DataPart)
+        and isinstance(last, DataPart)
+        and last.length + part.length <= MAX_LITERAL
+    ):
+        parts[-1] = DataPart(last.data + part.data)
+    elif part.length:
+        parts.append(part)
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of an artifact. ``digest`` is the BLAKE3 of the whole file, as ``b3sum`` has it."""
+
+    name: str
+    digest: Digest
+    recipe: Recipe
+
+    @property
+    def size(self) -> int:
+        return self.recipe.size
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor's place: ``nbytes`` bytes at ``offset`` of ``file``. Its chunks are the recipe's.
+
+    ``dtype`` (as torch prints it, without ``torch.``) and ``shape`` are None where the exporter
+    did not say.
+    """
+
+    name: str
+    file: str
+    offset: int
+    nbytes: int
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The content-addressed document of one artifact."""
+
+    files: tuple[FileEntry, ...]
+    tensors: tuple[TensorEntry, ...] = ()
+    provenance: Mapping[str, Json] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files, as they will be assembled."""
+        return sum(entry.size for entry in self.files)
+
+    def chunks(self) -> dict[Digest, int]:
+        """Each distinct chunk and its size in bytes."""
+        return {part.digest: part.size for entry in self.files for part in entry.recipe.chunks()}
+
+    def encode(self) -> bytes:
+        """Canonical JSON: sorted keys, no spaces, ASCII, integers only."""
+        document = {
+            "format": FORMAT,
+            "files": [_encode_file(entry) for entry in self.files],
+            "tensors": [_encode_tensor(entry) for entry in self.tensors],
+            "provenance": _check_json(self.provenance),
+        }
+        return canonical_json(document)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Manifest:
+        """Read what `encode` wrote.
+
+        Raises:
+            ManifestDamaged: it is not exactly that, with the reason.
+        """
+        subject = str(Digest.of(data))
+        try:
+            return _parse_manifest(load_json(data))
+        except CasError as error:
+            raise ManifestDamaged(subject, f"is not valid: {error}") from error
+
+
+# --- encoding -----------------------------------------------------------------------------------
+
+
+def canonical_json(document: object) -> bytes:
+    return json.dumps(
+        document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    ).encode("ascii")
+
+
+def _encode_part(part: Part) -> list[Json]:
+    if isinstance(part, ZeroPart):
+        return ["zero", part.length]
+    if isinstance(part, DataPart):
+        return ["data", base64.b64encode(part.data).decode("ascii")]
+    if part.offset == 0 and part.length == part.size:
+        return ["chunk", part.digest.hex(), part.size]
+    return ["slice", part.digest.hex(), part.size, part.offset, part.length]
+
+
+def _encode_file(entry: FileEntry) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "size": entry.size,
+        "blake3": entry.digest.hex(),
+        "recipe": [_encode_part(part) for part in entry.recipe.parts],
+    }
+
+
+def _encode_tensor(entry: TensorEntry) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "file": entry.file,
+        "offset": entry.offset,
+        "nbytes": entry.nbytes,
+        "dtype": entry.dtype,
+        "shape": None if entry.shape is None else list(entry.shape),
+    }
+
+
+def _check_json(value: object, depth: int = 0) -> Json:
+    """Only what survives a round trip unchanged: no floats, no other types, bounded depth."""
+    if depth > 16:
+        raise UsageError("provenance is nested more than 16 deep")
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, int):
+        if abs(value) > MAX_SIZE:
+            raise UsageError("a number in the provenance is out of range")
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_check_json(item, depth + 1) for item in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _check_json(item, depth + 1) for key, item in value.items()}
+    raise UsageError(f"provenance cannot hold a {type(value).__name__}")
+
+
+# --- parsing ------------------------------------------------------------------------------------
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        raise UsageError("a key occurs twice")
+    return document
+
+
+def _no_float(text: str) -> Any:
+    raise UsageError(f"{text[:20]} is not an integer")
+
+
+def load_json(data: bytes) -> Any:
+    """Strict JSON: one document, no duplicate keys, no floats.
+
+    Raises:
+        UsageError: anything else, however large or deep.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise UsageError(f"it has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}")
+    try:
+        return json.loads(
+            data,
+            object_pairs_hook=_no_duplicates,
+            parse_float=_no_float,
+            parse_constant=_no_float,
+        )
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"not JSON ({type(error).__name__})") from None
+
+
+def require_keys(value: Any, keys: Iterable[str], what: str) -> dict[str, Any]:
+    """``value`` if it is an object with exactly ``keys``; UsageError otherwise."""
+    if not isinstance(value, dict) or set(value) != set(keys):
+        raise UsageError(f"{what} must have exactly the keys {', '.join(sorted(keys))}")
+    return value
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise UsageError(f"{what} must be a list")
+    return value
+
+
+def _int(value: Any, what: str, low: int = 0, high: int = MAX_SIZE) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise UsageError(f"{what} must be a whole number from {low} to {high}")
+    return value
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str) or len(value) > MAX_NAME_CHARS:
+        raise UsageError(f"{what} must be a string of at most {MAX_NAME_CHARS} characters")
+    return value
+
+
+def _digest(value: Any, what: str) -> Digest:
+    return Digest.parse("blake3:" + _text(value, what))
+
+
+def _parse_part(value: Any) -> Part:
+    match value:
+        case ["chunk", digest, size]:
+            n = _int(size, "a chunk's size", 1, MAX_CHUNK_SIZE)
+            return ChunkPart(_digest(digest, "a chunk's digest"), n, 0, n)
+        case ["slice", digest, size, offset, length]:
+            n = _int(size, "a chunk's size", 1, MAX_CHUNK_SIZE)
+            begin = _int(offset, "a slice's offset", 0, n - 1)
+            count = _int(length, "a slice's length", 1, n - begin)
+            return ChunkPart(_digest(digest, "a chunk's digest"), n, begin, count)
+        case ["zero", length]:
+            return ZeroPart(_int(length, "a zero run's length", 1))
+        case ["data", str(text)]:
+            return _parse_literal(text)
+    raise UsageError("a part is not one of chunk, slice, zero and data")
+
+
+def _parse_literal(text: str) -> DataPart:
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise UsageError("a literal is not base64") from None
+    if not 1 <= len(data) <= MAX_LITERAL:
+        raise UsageError(f"a literal has {len(data)} bytes")
+    return DataPart(data)
+
+
+def _parse_file(value: Any) -> FileEntry:
+    entry = require_keys(value, ("name", "size", "blake3", "recipe"), "a file")
+    name = check_file_name(_text(entry["name"], "a file's name"))
+    size = _int(entry["size"], "a file's size")
+    recipe = Recipe(tuple(_parse_part(part) for part in _list(entry["recipe"], "a recipe")))
+    if recipe.size != size:
+        raise UsageError(f"the recipe of {name!r} gives {recipe.size} bytes, not {size}")
+    return FileEntry(name, _digest(entry["blake3"], "a file's digest"), recipe)
+
+
+def _parse_shape(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    dims = _list(value, "a shape")
+    if len(dims) > MAX_TENSOR_DIMS:
+        raise UsageError(f"a shape has {len(dims)} dimensions")
+    return tuple(_int(dim, "a dimension") for dim in dims)
+
+
+def _parse_tensor(value: Any, sizes: Mapping[str, int]) -> TensorEntry:
+    keys = ("name", "file", "offset", "nbytes", "dtype", "shape")
+    entry = require_keys(value, keys, "a tensor")
+    file = _text(entry["file"], "a tensor's file")
+    if file not in sizes:
+        raise UsageError(f"a tensor lies in {file!r}, which is not a file of this manifest")
+    offset = _int(entry["offset"], "a tensor's offset", 0, sizes[file])
+    return TensorEntry(
+        name=_text(entry["name"], "a tensor's name"),
+        file=file,
+        offset=offset,
+        nbytes=_int(entry["nbytes"], "a tensor's nbytes", 0, sizes[file] - offset),
+        dtype=None if entry["dtype"] is None else _text(entry["dtype"], "a dtype"),
+        shape=_parse_shape(entry["shape"]),
+    )
+
+
+def check_files(files: Iterable[FileEntry]) -> tuple[FileEntry, ...]:
+    """``files`` if they can lie in one directory on any filesystem and their sizes add up.
+
+    Raises:
+        UsageError: two names that differ only by case, or more bytes than a file can have.
+    """
+    checked = tuple(files)
+    folded = {entry.name.casefold() for entry in checked}
+    if len(folded) != len(checked):
+        raise UsageError("two files have the same name (upper and lower case are not told apart)")
+    if sum(entry.size for entry in checked) > MAX_SIZE:
+        raise UsageError("the files are larger than any disk")
+    sizes: dict[Digest, int] = {}
+    for entry in checked:
+        for part in entry.recipe.chunks():
+            if sizes.setdefault(part.digest, part.size) != part.size:
+                raise UsageError(f"chunk {part.digest} is given two sizes")
+    return checked
+
+
+def _parse_manifest(document: Any) -> Manifest:
+    top = require_keys(document, ("format", "files", "tensors", "provenance"), "a manifest")
+    if _int(top["format"], "format") != FORMAT:
+        raise UsageError(f"format {top['format']} is not known (this version reads {FORMAT})")
+    files = check_files(_parse_file(value) for value in _list(top["files"], "files"))
+    sizes = {entry.name: entry.size for entry in files}
+    tensors = tuple(_parse_tensor(value, sizes) for value in _list(top["tensors"], "tensors"))
+    provenance = top["provenance"]
+    if not isinstance(provenance, dict):
+        raise UsageError("provenance must be an object")
+    _check_json(provenance)
+    return Manifest(files, tensors, provenance)

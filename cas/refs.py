@@ -1,0 +1,169 @@
+"""Refs: mutable names, each a directory with one small immutable file per generation.
+
+A generation's file holds the digest of its manifest and a newline. Creating it is the commit point
+of everything the library writes, so it appears whole (linked from a durable temporary) or not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cas import fsio
+from cas.digest import Digest
+from cas.errors import InvalidName, RefDamaged, RefNotFound, UsageError
+from cas.layout import (
+    Layout,
+    check_ref_name,
+    escape_ref_name,
+    parse_generation,
+    parse_ref,
+    unescape_ref_name,
+)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RefId:
+    """The name of one generation."""
+
+    name: str
+    generation: int
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.generation}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """One generation of a name, and the manifest it points to."""
+
+    name: str
+    generation: int
+    manifest: Digest
+
+    @property
+    def id(self) -> RefId:
+        return RefId(self.name, self.generation)
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.generation}"
+
+
+def names(layout: Layout) -> list[str]:
+    """All names, sorted. A directory that is no valid name is not one of ours and is left out."""
+    found = []
+    for directory in os.listdir(layout.refs):
+        try:
+            found.append(unescape_ref_name(directory))
+        except InvalidName:
+            continue
+    return sorted(found)
+
+
+def generations(layout: Layout, name: str) -> list[int]:
+    """The generations of ``name``, rising; empty if there is no such name."""
+    try:
+        entries = os.listdir(layout.ref_dir(name))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(g for g in map(parse_generation, entries) if g is not None)
+
+
+def ids(layout: Layout) -> Iterator[RefId]:
+    """Every generation of every name, in order."""
+    for name in names(layout):
+        for generation in generations(layout, name):
+            yield RefId(name, generation)
+
+
+def read(layout: Layout, ref: RefId) -> Ref:
+    """Read one generation.
+
+    Raises:
+        RefNotFound: it does not exist.
+        RefDamaged: its file does not hold a digest.
+    """
+    path = layout.ref(ref.name, ref.generation)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(128)
+    except FileNotFoundError:
+        raise RefNotFound(ref.name, ref.generation) from None
+    try:
+        text = data.decode("ascii")
+        if not text.endswith("\n"):
+            raise UsageError("the last newline is missing")
+        return Ref(ref.name, ref.generation, Digest.parse(text[:-1]))
+    except (UnicodeDecodeError, UsageError):
+        raise RefDamaged(path, "does not hold a manifest's digest") from None
+
+
+def resolve(layout: Layout, text: str) -> Ref:
+    """Read ``NAME`` (its highest generation) or ``NAME@GENERATION``.
+
+    Raises:
+        InvalidName, RefNotFound, RefDamaged
+    """
+    name, generation = parse_ref(text)
+    known = generations(layout, name)
+    if not known:
+        raise RefNotFound(name, generation, _similar(layout, name))
+    if generation is None:
+        generation = known[-1]
+    if generation not in known:
+        raise RefNotFound(name, generation, [f"{name}@{g}" for g in reversed(known)])
+    return read(layout, RefId(name, generation))
+
+
+def _similar(layout: Layout, name: str) -> list[str]:
+    stem = name.split("/")[0].casefold()
+    return [other for other in names(layout) if other.casefold().startswith(stem[:4])]
+
+
+def check_collision(layout: Layout, name: str) -> None:
+    """Refuse a new name that differs from an existing one only by case.
+
+    On filesystems and object stores that fold case, the two would be one.
+
+    Raises:
+        InvalidName
+    """
+    check_ref_name(name)
+    for other in names(layout):
+        if other != name and other.casefold() == name.casefold():
+            raise InvalidName(name, f"it differs from the existing {other!r} only by case")
+
+
+def create(
+    layout: Layout, name: str, manifest: Digest, *, temporary: Path, modes: fsio.Modes
+) -> Ref:
+    """Write the next generation of ``name``, durably. The caller holds the index's write lock.
+
+    Raises:
+        InvalidName: the name is malformed or collides.
+    """
+    check_collision(layout, name)
+    directory = layout.ref_dir(name)
+    fsio.make_directory(directory, modes.directory)
+    fsio.sync_path(layout.refs)
+    fsio.create_file(temporary, f"{manifest}\n".encode(), mode=modes.data, sync=True)
+    generation = max(generations(layout, name), default=0) + 1
+    while not fsio.link_exclusive(temporary, layout.ref(name, generation)):
+        generation += 1
+    fsio.sync_path(directory)
+    fsio.unlink(temporary)
+    return Ref(name, generation, manifest)
+
+
+def remove(layout: Layout, ref: RefId) -> bool:
+    """Unlink one generation, and the name with its last one. The caller holds the write lock."""
+    removed = fsio.unlink(layout.ref(ref.name, ref.generation))
+    directory = layout.refs / escape_ref_name(ref.name)
+    if directory.is_dir():
+        fsio.sync_path(directory)
+        if not generations(layout, ref.name):
+            fsio.remove_directory(directory)
+            fsio.sync_path(layout.refs)
+    return removed

@@ -1,0 +1,236 @@
+"""Looking for damage: re-hash chunks, check every manifest's closure, set aside what is broken."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from cas import chunkfiles, fsio, refs
+from cas.context import Context
+from cas.digest import Digest
+from cas.errors import CasError, ChunkError, ChunkMissing, RefNotFound
+from cas.index import Entry
+from cas.progress import SILENT, Progress
+from cas.store import Store
+
+_STAMP_EVERY = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What verify found.
+
+    ``damaged`` chunks were moved to quarantine; ``missing`` chunks are named by a manifest but not
+    there (a damaged one is both, from now on). ``problems`` are refs and manifests that cannot be
+    read. ``complete`` is False if the time ran out before every chunk was hashed.
+    """
+
+    checked_chunks: int
+    checked_bytes: int
+    damaged: tuple[Digest, ...]
+    missing: tuple[Digest, ...]
+    affected_refs: tuple[str, ...]
+    problems: tuple[str, ...]
+    complete: bool
+
+    @property
+    def clean(self) -> bool:
+        return not (self.damaged or self.missing or self.affected_refs or self.problems)
+
+
+@dataclass(slots=True)
+class _Found:
+    checked: int = 0
+    size: int = 0
+    damaged: list[Digest] = field(default_factory=list)
+    complete: bool = True
+
+
+def verify(
+    store: Store, *, max_duration: float | None = None, progress: Progress = SILENT
+) -> Report:
+    """Check chunks (least recently verified first), then manifests and refs.
+
+    Args:
+        max_duration: seconds after which no further chunk is hashed; the next run goes on there.
+
+    Raises:
+        ReadOnlyStore: setting damaged chunks aside needs a store that can be written.
+    """
+    context = store.context
+    context.require_writable("verify (it sets damaged chunks aside)")
+    found = _check_chunks(context, max_duration, progress)
+    missing, affected, problems = _check_refs(context)
+    return Report(
+        found.checked,
+        found.size,
+        tuple(found.damaged),
+        tuple(sorted(missing)),
+        tuple(affected),
+        tuple(problems),
+        found.complete,
+    )
+
+
+# --- chunks -------------------------------------------------------------------------------------
+
+
+def _check_chunks(context: Context, max_duration: float | None, progress: Progress) -> _Found:
+    todo = _oldest_first(context)
+    progress.start("verify", sum(size for _, size in todo))
+    deadline = None if max_duration is None else context.clock() + max_duration
+    found = _Found()
+    good: dict[Digest, int] = {}
+    for digest, size, error in _hash_all(context, todo, lambda: _over(context, deadline)):
+        if isinstance(error, ChunkMissing):
+            continue  # removed by a gc since the list was made; manifests are checked below
+        found.checked += 1
+        found.size += size
+        progress.advance(size)
+        if error is None:
+            good[digest] = size
+        elif _quarantine(context, digest):
+            found.damaged.append(digest)
+        if len(good) >= _STAMP_EVERY:
+            _stamp(context, good)
+            good = {}
+    _stamp(context, good)
+    progress.finish()
+    found.complete = not _over(context, deadline) or found.checked >= len(todo)
+    return found
+
+
+def _over(context: Context, deadline: float | None) -> bool:
+    return deadline is not None and context.clock() >= deadline
+
+
+def _oldest_first(context: Context) -> list[tuple[Digest, int]]:
+    listed: list[tuple[int, Digest, int]] = []
+    with context.index.read() as txn:
+        for digest, file in chunkfiles.walk(context.layout.chunks):
+            entry = txn.get(digest)
+            with contextlib.suppress(FileNotFoundError):
+                size = entry.size if entry else file.stat().st_size
+                listed.append((entry.last_verified if entry else 0, digest, size))
+    listed.sort()
+    return [(digest, size) for _, digest, size in listed]
+
+
+def _hash_all(
+    context: Context, todo: list[tuple[Digest, int]], stop: Callable[[], bool]
+) -> Iterator[tuple[Digest, int, ChunkError | None]]:
+    window: deque[tuple[Digest, int, Future[ChunkError | None]]] = deque()
+    with ThreadPoolExecutor(context.workers, thread_name_prefix="cas-verify") as pool:
+        try:
+            for digest, size in todo:
+                if stop():
+                    break
+                if len(window) >= 2 * context.workers:
+                    yield _result(*window.popleft())
+                window.append((digest, size, pool.submit(_check_one, context, digest, size)))
+            while window:
+                yield _result(*window.popleft())
+        finally:
+            for _, _, future in window:
+                future.cancel()
+
+
+def _result(
+    digest: Digest, size: int, future: Future[ChunkError | None]
+) -> tuple[Digest, int, ChunkError | None]:
+    return digest, size, future.result()
+
+
+def _check_one(context: Context, digest: Digest, size: int) -> ChunkError | None:
+    path = context.layout.chunk(digest)
+    try:
+        chunkfiles.read_into(path, digest, size, memoryview(bytearray(size)))
+    except ChunkError as error:
+        return error
+    return None
+
+
+def _quarantine(context: Context, digest: Digest) -> bool:
+    """Set a chunk aside if it is still damaged now that nobody can replace it."""
+    path = context.layout.chunk(digest)
+    with context.index.write() as txn:
+        actual = chunkfiles.size_on_disk(path)
+        if actual is None:
+            return False
+        error = _check_one(context, digest, actual)
+        entry = txn.get(digest)
+        if error is None:  # another writer stored it afresh, or only the entry was wrong
+            if entry is None or entry.size != actual:
+                txn.put(digest, Entry(actual, context.now(), context.now()))
+            return False
+        txn.delete(digest)
+        fsio.rename(path, context.layout.quarantined(digest))
+        fsio.sync_directories([path.parent, context.layout.quarantine])
+    return True
+
+
+def _stamp(context: Context, good: dict[Digest, int]) -> None:
+    now = context.now()
+    with context.index.write() as txn:
+        for digest, size in good.items():
+            if chunkfiles.size_on_disk(context.layout.chunk(digest)) == size:
+                old = txn.get(digest)
+                txn.put(digest, Entry(size, old.last_seen if old else now, now))
+
+
+# --- manifests and refs -------------------------------------------------------------------------
+
+
+def _check_refs(context: Context) -> tuple[set[Digest], list[str], list[str]]:
+    """(missing chunks, refs that cannot be assembled, what cannot be read)."""
+    missing: set[Digest] = set()
+    affected: list[str] = []
+    problems: list[str] = []
+    present = _sizes(context)
+    verdicts: dict[Digest, bool] = {}
+    for ref_id in refs.ids(context.layout):
+        try:
+            digest = refs.read(context.layout, ref_id).manifest
+            if digest not in verdicts:
+                verdicts[digest] = False
+                wanted = context.load_manifest(digest).chunks()
+                lost = {d for d, size in wanted.items() if not _is_there(context, present, d, size)}
+                missing |= lost
+                verdicts[digest] = not lost
+            whole = verdicts[digest]
+        except RefNotFound:
+            continue
+        except CasError as error:
+            problems.append(f"{ref_id}: {error}")
+            whole = False
+        if not whole:
+            affected.append(str(ref_id))
+    return missing, affected, problems
+
+
+def _sizes(context: Context) -> dict[Digest, int]:
+    sizes: dict[Digest, int] = {}
+    for digest, file in chunkfiles.walk(context.layout.chunks):
+        with contextlib.suppress(FileNotFoundError):
+            sizes[digest] = file.stat().st_size
+    return sizes
+
+
+def _is_there(context: Context, present: dict[Digest, int], digest: Digest, size: int) -> bool:
+    if present.get(digest) == size:
+        return True
+    # Not in the list: written since it was made?
+    return chunkfiles.size_on_disk(context.layout.chunk(digest)) == size
+
+
+def quarantined_bytes(context: Context) -> int:
+    """Bytes of the chunks that were set aside."""
+    total = 0
+    for entry in os.scandir(context.layout.quarantine):
+        with contextlib.suppress(FileNotFoundError):
+            total += entry.stat().st_size
+    return total

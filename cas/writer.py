@@ -1,0 +1,263 @@
+"""One process's write in progress: it leases, puts, and commits or vanishes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cas import chunkfiles, fsio, refs
+from cas.context import Context
+from cas.digest import Digest
+from cas.errors import ChunkMissing, UsageError
+from cas.index import Entry, Transaction
+from cas.ingest import Counters, Ingest, Readable
+from cas.layout import check_file_name
+from cas.leases import Lease
+from cas.manifest import (
+    ChunkPart,
+    DataPart,
+    FileEntry,
+    Json,
+    Manifest,
+    Recipe,
+    TensorEntry,
+    check_files,
+)
+from cas.progress import SILENT, Progress
+from cas.refs import Ref
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_ZEROS = bytes(1 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What one commit recorded.
+
+    ``logical_bytes`` is what the files hold; ``new_bytes`` and ``new_chunks`` what the store's
+    chunks grew by since the writer began; ``chunks`` the distinct chunks of the files.
+    """
+
+    ref: Ref
+    files: tuple[FileEntry, ...]
+    logical_bytes: int
+    new_bytes: int
+    chunks: int
+    new_chunks: int
+
+
+class Writer:
+    """Puts bytes and commits them under a name. Made by `Store.writer`; thread safe.
+
+    What was put is protected from gc for the writer's life. Leaving without `commit` leaves only
+    chunks that nothing refers to, which the next gc removes.
+    """
+
+    def __init__(self, context: Context, lease: Lease, progress: Progress = SILENT) -> None:
+        self._context = context
+        self._lease = lease
+        self._progress = progress
+        self._ingest = Ingest(context, lease, progress)
+        self._closed = False
+
+    @property
+    def chunk_size(self) -> int:
+        """Bytes at which longer data is cut."""
+        return self._context.chunk_size
+
+    @property
+    def counters(self) -> Counters:
+        return self._ingest.counters
+
+    def put(self, data: Buffer) -> Recipe:
+        """Take in any C-contiguous buffer, without copying it.
+
+        When this returns, the bytes are in files that this writer can read, and the caller may
+        change or free its memory. They are durable after `barrier` or `commit`.
+
+        Raises:
+            UsageError: the buffer is not contiguous, or the writer is closed.
+            NoSpace: the disk is full.
+        """
+        self._require_open()
+        return self._ingest.put(data)
+
+    def put_stream(self, stream: Readable) -> Recipe:
+        """Take in all that a binary stream gives; memory held is the store's ring of buffers."""
+        self._require_open()
+        return self._ingest.put_stream(stream)
+
+    def open_chunk(self, digest: Digest) -> int:
+        """A read-only file descriptor of one chunk, which the caller closes.
+
+        Raises:
+            ChunkMissing
+        """
+        self._require_open()
+        return self._ingest.open_chunk(digest)
+
+    def stream(self, recipe: Recipe) -> Iterator[memoryview]:
+        """The recipe's bytes in order, in pieces; each is valid until the next is asked for.
+
+        Raises:
+            ChunkMissing, ChunkDamaged
+        """
+        self._require_open()
+        buffer = memoryview(bytearray(self._largest(recipe)))
+        for part in recipe.parts:
+            if isinstance(part, ChunkPart):
+                yield self._read_part(part, buffer)
+            elif isinstance(part, DataPart):
+                yield memoryview(part.data)
+            else:
+                for start in range(0, part.length, len(_ZEROS)):
+                    yield memoryview(_ZEROS)[: min(len(_ZEROS), part.length - start)]
+
+    def read(self, recipe: Recipe, offset: int = 0, length: int | None = None) -> bytes:
+        """``length`` bytes from ``offset`` on (to the end without ``length``), in memory.
+
+        Raises:
+            UsageError: the range is not inside the recipe.
+            ChunkMissing, ChunkDamaged
+        """
+        count = recipe.size - offset if length is None else length
+        return b"".join(bytes(piece) for piece in self.stream(recipe.slice(offset, count)))
+
+    def barrier(self) -> None:
+        """Make everything put so far durable and known to other writers."""
+        self._require_open()
+        self._ingest.publish()
+
+    def commit(
+        self,
+        name: str,
+        files: Mapping[str, Recipe],
+        tensors: Iterable[TensorEntry] = (),
+        provenance: Mapping[str, Json] | None = None,
+    ) -> Commit:
+        """Record ``files`` as the next generation of ``name``. When this returns, it is durable.
+
+        Args:
+            name: see `cas.layout.check_ref_name`.
+            files: file name -> recipe made by this writer.
+            tensors: where tensors lie in those files.
+            provenance: anything that JSON holds without floats.
+
+        Raises:
+            InvalidName: the name, or a file's name.
+            ChunkMissing: a chunk was removed behind the store's back.
+            NoSpace
+        """
+        self._require_open()
+        refs.check_collision(self._context.layout, name)
+        for file in files:
+            check_file_name(file)
+        manifest = self._manifest(files, tuple(tensors), provenance or {})
+        self.barrier()
+        digest = self._write_manifest(manifest)
+        with self._context.index.write() as txn:
+            self._settle_chunks(txn, manifest)
+            ref = refs.create(
+                self._context.layout,
+                name,
+                digest,
+                temporary=self._context.layout.staging(self._lease.id) / "ref",
+                modes=self._context.modes,
+            )
+        counters = self.counters
+        return Commit(
+            ref,
+            manifest.files,
+            manifest.size,
+            counters.new_bytes,
+            len(manifest.chunks()),
+            counters.new_chunks,
+        )
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError("this writer is closed; use it inside its `with` block")
+
+    @staticmethod
+    def _largest(recipe: Recipe) -> int:
+        return max((part.size for part in recipe.chunks()), default=0)
+
+    def _read_part(self, part: ChunkPart, buffer: memoryview) -> memoryview:
+        for last_try in (False, True):
+            path = self._ingest.path_of(part.digest)
+            try:
+                view = chunkfiles.read_into(path, part.digest, part.size, buffer)
+                return view[part.offset : part.offset + part.length]
+            except ChunkMissing:
+                if last_try:  # the first time it may just have been published
+                    raise
+        raise AssertionError
+
+    def _manifest(
+        self,
+        files: Mapping[str, Recipe],
+        tensors: tuple[TensorEntry, ...],
+        provenance: Mapping[str, Json],
+    ) -> Manifest:
+        total = sum(recipe.size for recipe in files.values())
+        self._progress.start("checksum", total)
+        entries = [
+            FileEntry(name, Digest.of_stream(self._told(recipe)), recipe)
+            for name, recipe in sorted(files.items())
+        ]
+        self._progress.finish()
+        return Manifest(check_files(entries), tensors, provenance)
+
+    def _told(self, recipe: Recipe) -> Iterator[memoryview]:
+        for piece in self.stream(recipe):
+            yield piece
+            self._progress.advance(len(piece))
+
+    def _write_manifest(self, manifest: Manifest) -> Digest:
+        layout, modes = self._context.layout, self._context.modes
+        data = manifest.encode()
+        Manifest.parse(data)  # never write what a later reader would refuse
+        digest = Digest.of(data)
+        self._lease.add_manifest(digest)
+        path = layout.manifest(digest)
+        with self._context.index.write(), fsio.os_errors(path):
+            if chunkfiles.size_on_disk(path) != len(data):
+                temporary = layout.staging(self._lease.id) / "manifest"
+                fsio.replace_file(path, data, mode=modes.data, temporary=temporary)
+        return digest
+
+    def _settle_chunks(self, txn: Transaction, manifest: Manifest) -> None:
+        """Check that every chunk is there, and stamp it as in use now."""
+        layout, now = self._context.layout, self._context.now()
+        for digest, size in manifest.chunks().items():
+            path = layout.chunk(digest)
+            found = chunkfiles.size_on_disk(path)
+            if found is None:
+                raise chunkfiles.missing(digest, path)
+            if found != size:
+                raise chunkfiles.damaged(digest, path, f"it has {found} bytes instead of {size}")
+            old = txn.get(digest)
+            txn.put(digest, Entry(size, now, old.last_verified if old else 0))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._ingest.close()
+
+
+@contextlib.contextmanager
+def open_writer(context: Context, progress: Progress = SILENT) -> Iterator[Writer]:
+    """A writer for the length of the block."""
+    context.require_writable("write")
+    with context.lease() as lease:
+        writer = Writer(context, lease, progress)
+        try:
+            yield writer
+        finally:
+            writer.close()
