@@ -58,14 +58,19 @@ class App:
     @contextlib.contextmanager
     def store(self, *, create: bool = False, write: bool = False) -> Iterator[Store]:
         """The store. ``write`` says that the command makes no sense without writing."""
+        from cas.errors import ReadOnlyStore
         from cas.store import Store
 
-        from cas.errors import ReadOnlyStore
-
         read_only = bool(self.effective("read_only").value)
+        umask = self.effective("umask")
         if read_only and write:
             raise ReadOnlyStore(self.path, click.get_current_context().info_name or "write")
-        with Store.open(self.path, create=create, read_only=read_only) as store:
+        with Store.open(
+            self.path,
+            create=create,
+            read_only=read_only,
+            umask=None if umask.from_store else umask.value,
+        ) as store:
             yield store
 
     @contextlib.contextmanager

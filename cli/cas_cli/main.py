@@ -6,8 +6,8 @@ Nothing here imports the library, rich or torch: `cas --version` and `cas --help
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 import click
 
-from cas_cli import __version__
 from cas_cli.failures import Failure, describe
 from cas_cli.options import Given, Group, wants_json
 
@@ -65,6 +64,8 @@ class Cas(Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if not name.startswith("-") and name not in self.list_commands(ctx):
+            import difflib
+
             close = difflib.get_close_matches(name, self.list_commands(ctx), n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             ctx.fail(f"there is no command {name!r}{hint}")
@@ -136,8 +137,34 @@ def _abandon_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def read_version() -> str:
+    """`cas.__version__`, without importing the library, which takes longer than all the rest."""
+    package = importlib.util.find_spec("cas")
+    if package is None or not package.submodule_search_locations:
+        raise ImportError("the package cas is not installed")
+    path = os.path.join(package.submodule_search_locations[0], "version.py")
+    spec = importlib.util.spec_from_file_location("cas_version", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.__version__)
+
+
+def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        click.echo(f"cas {read_version()}")
+        ctx.exit()
+
+
 @click.group(cls=Cas, invoke_without_command=True)
-@click.version_option(__version__, prog_name="cas", message="%(prog)s %(version)s")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Keep model weights once, and export through the store."""

@@ -11,6 +11,9 @@ from cas.config import parse_duration, parse_umask
 from cas.errors import UsageError
 from cas_cli.options import Given
 
+#: The origin of a value that the store itself holds.
+FROM_STORE = "store's config.toml"
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -33,6 +36,10 @@ class Effective:
     setting: Setting
     value: Any
     origin: str
+
+    @property
+    def from_store(self) -> bool:
+        return self.origin == FROM_STORE
 
     def shown(self) -> str:
         return self.setting.show(self.value)
@@ -107,7 +114,7 @@ def resolve(
         value = _parsed(setting, environ[setting.env], setting.env)
         return Effective(setting, value, f"environment {setting.env}")
     if setting.stored and setting.name in stored:
-        return Effective(setting, stored[setting.name], "store's config.toml")
+        return Effective(setting, stored[setting.name], FROM_STORE)
     return Effective(setting, setting.default(), "default")
 
 

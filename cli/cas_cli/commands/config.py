@@ -63,13 +63,13 @@ def set_(key: str, value: str) -> None:
     if not setting.stored:
         raise UsageError(f"{key} is not kept in a store; give {setting.flag}, or set {setting.env}")
     with app.store(create=True, write=True) as store:
-        store.configure(key, value)
+        store.set_config(key, value)
     _tell(app, key)
 
 
 def _tell(app: App, key: str) -> None:
     effective = app.effective(key)
-    if effective.origin != "store's config.toml":
+    if not effective.from_store:
         click.echo(f"cas: note: {effective.origin} still decides here", err=True)
     app.report(
         _document(effective),

@@ -22,8 +22,8 @@ from cas_cli.quiet import quiet, stdout_to_stderr
 from cas_cli.render import ratio, size
 
 if TYPE_CHECKING:
-    from cas.executorch.saving import SaveResult
     from cas.executorch.exporting import ExportOptions
+    from cas.executorch.saving import SaveResult
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 

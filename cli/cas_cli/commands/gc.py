@@ -9,6 +9,7 @@ import click
 from cas.config import parse_duration
 from cas_cli import options
 from cas_cli.app import current
+from cas_cli.failures import DAMAGED
 from cas_cli.render import size
 
 
@@ -20,7 +21,8 @@ from cas_cli.render import size
     type=options.Parsed("age", parse_duration),
     help="Spare what was used within AGE: 90s, 15m, 2h, 7d, 4w (CAS_GRACE).",
 )
-def command(dry_run: bool, grace: int | None) -> None:
+@click.pass_context
+def command(ctx: click.Context, dry_run: bool, grace: int | None) -> None:
     """Delete chunks and manifests that no artifact and no running export needs.
 
     Exports may run at the same time.
@@ -30,25 +32,39 @@ def command(dry_run: bool, grace: int | None) -> None:
     app = current()
     if grace is not None:
         app.flags["grace"] = grace
-    with app.store(write=not dry_run) as store:
+    with app.store(write=not dry_run) as store, app.progress() as progress:
         planned = plan(store, grace=app.effective("grace").value)
-        report = None if dry_run else execute(store, planned)
+        report = None if dry_run else execute(store, planned, progress)
+    freed = 0 if report is None else report.freed_bytes
+    spared = planned.spared if report is None else report.spared
+    problems = planned.problems if report is None else report.problems
     document: dict[str, Any] = {
         "dry_run": dry_run,
-        "dead_chunks": planned.dead_chunks,
+        "dead_chunks": len(planned.chunks),
         "dead_bytes": planned.dead_bytes,
-        "freed_bytes": 0 if report is None else report.freed_bytes,
-        "spared": planned.spared if report is None else report.spared,
+        "freed_bytes": freed,
+        "spared": spared,
         "dropped_refs": [],
+        "dead_manifests": len(planned.manifests),
+        "staged_bytes": planned.staged_bytes,
+        "problems": list(problems),
     }
 
     def show() -> None:
-        what = f"{planned.dead_chunks} chunks, {size(planned.dead_bytes)}"
-        if report is None:
-            click.echo(f"would delete {what}")
-        else:
-            click.echo(f"deleted {what}; freed {size(report.freed_bytes)}")
-        if document["spared"]:
-            click.echo(f"spared {document['spared']} that are young or in use")
+        what = f"{len(planned.chunks)} chunks, {size(planned.dead_bytes)}"
+        if planned.staged_bytes:
+            what += f", and {size(planned.staged_bytes)} that dead processes left"
+        click.echo(f"would delete {what}" if dry_run else f"found {what}; freed {size(freed)}")
+        if spared:
+            click.echo(f"spared {spared} chunks that are young or in use again")
 
     app.report(document, show)
+    if problems:
+        for problem in problems:
+            click.echo(f"cas: {problem}", err=True)
+        click.echo(
+            "cas: chunks and manifests were left alone, since what cannot be read may need them; "
+            "repair or remove it first",
+            err=True,
+        )
+        ctx.exit(DAMAGED)

@@ -14,9 +14,8 @@ from cas_cli.app import current
 from cas_cli.render import size, table
 
 if TYPE_CHECKING:
+    from cas.refs import RefId
     from cas.store import Store
-
-    from cas.refs import Ref
 
 
 @options.command(short_help="List artifacts.")
@@ -47,7 +46,7 @@ def command(prefix: str, all_generations: bool) -> None:
                     str(row["generation"]),
                     "?" if row["files"] is None else str(row["files"]),
                     "damaged" if row["logical_bytes"] is None else size(row["logical_bytes"]),
-                    row["manifest"].removeprefix("blake3:")[:12],
+                    (row["manifest"] or "?").removeprefix("blake3:")[:12],
                 )
                 for row in rows
             ],
@@ -56,7 +55,7 @@ def command(prefix: str, all_generations: bool) -> None:
     app.report({"store": str(app.path), "refs": rows}, show)
 
 
-def _chosen(refs: Iterable[Ref], all_generations: bool) -> Iterator[tuple[Ref, bool]]:
+def _chosen(refs: Iterable[RefId], all_generations: bool) -> Iterator[tuple[RefId, bool]]:
     ordered = sorted(refs, key=lambda ref: (ref.name, ref.generation))
     for _, group in groupby(ordered, key=lambda ref: ref.name):
         generations = list(group)
@@ -64,18 +63,20 @@ def _chosen(refs: Iterable[Ref], all_generations: bool) -> Iterator[tuple[Ref, b
             yield ref, ref is generations[-1]
 
 
-def _row(store: Store, ref: Ref, newest: bool) -> dict[str, Any]:
-    """One artifact; a manifest that cannot be read must not hide the others."""
+def _row(store: Store, ref: RefId, newest: bool) -> dict[str, Any]:
+    """One artifact; one that cannot be read must not hide the others."""
     row: dict[str, Any] = {
         "name": ref.name,
         "generation": ref.generation,
         "current": newest,
-        "manifest": str(ref.manifest),
+        "manifest": None,
         "files": None,
         "logical_bytes": None,
     }
     try:
-        files = store.manifest(ref).files
+        found = store.read_ref(ref)
+        row["manifest"] = str(found.manifest)
+        files = store.manifest(found).files
     except Damaged:
         return row
     return {**row, "files": len(files), "logical_bytes": sum(file.size for file in files)}

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import click
+
 from cas_cli import options
 from cas_cli.app import current
 from cas_cli.render import pairs, size
 
+if TYPE_CHECKING:
+    from cas.stats import Stats
+
 KEYS = (
+    "store",
     "refs",
+    "generations",
     "manifests",
     "chunks",
     "logical_bytes",
     "physical_bytes",
     "garbage_bytes",
     "staged_bytes",
+    "orphaned_bytes",
     "quarantined_bytes",
 )
 
@@ -25,26 +35,37 @@ def command() -> None:
     Logical bytes are what the files of all artifacts hold; physical bytes what their chunks
     occupy, each once; garbage is what the next `cas gc` may delete.
     """
+    from cas.stats import stats
+
     app = current()
     with app.store() as store:
-        stats = store.stats()
-    document = {"store": str(app.path), **{key: getattr(stats, key) for key in KEYS}}
+        found = stats(store)
+    document = {key: getattr(found, key) for key in KEYS}
+    document["problems"] = list(found.problems)
 
     def show() -> None:
-        logical, physical = stats.logical_bytes, stats.physical_bytes
-        times = f"  ({logical / physical:.2f} x physical)" if physical and logical else ""
-        rows = [
-            ("store", str(app.path)),
-            ("artifacts", f"{stats.refs} generations, {stats.manifests} manifests"),
-            ("chunks", str(stats.chunks)),
-            ("logical", size(logical) + times),
-            ("physical", size(physical)),
-            ("garbage", size(stats.garbage_bytes)),
-        ]
-        if stats.staged_bytes:
-            rows.append(("staged", f"{size(stats.staged_bytes)} by running or dead writers"))
-        if stats.quarantined_bytes:
-            rows.append(("quarantined", f"{size(stats.quarantined_bytes)} of damaged chunks"))
-        pairs(rows)
+        pairs(_rows(found))
 
     app.report(document, show)
+    for problem in found.problems:
+        click.echo(f"cas: {problem}", err=True)
+
+
+def _rows(found: Stats) -> list[tuple[str, str]]:
+    logical, physical = found.logical_bytes, found.physical_bytes
+    times = f"  ({logical / physical:.2f} x physical)" if physical and logical else ""
+    rows = [
+        ("store", found.store),
+        ("artifacts", f"{found.refs}, in {found.generations} generations"),
+        ("chunks", str(found.chunks)),
+        ("logical", size(logical) + times),
+        ("physical", size(physical)),
+        ("garbage", size(found.garbage_bytes)),
+    ]
+    if found.staged_bytes:
+        rows.append(
+            ("staged", f"{size(found.staged_bytes)}, {size(found.orphaned_bytes)} by dead writers")
+        )
+    if found.quarantined_bytes:
+        rows.append(("quarantined", f"{size(found.quarantined_bytes)} of damaged chunks"))
+    return rows

@@ -10,7 +10,7 @@ from cas.config import parse_duration
 from cas_cli import options
 from cas_cli.app import current
 from cas_cli.failures import DAMAGED
-from cas_cli.render import size
+from cas_cli.render import printable, size
 
 
 @options.command(short_help="Check that every byte is what its name says.")
@@ -33,7 +33,7 @@ def command(ctx: click.Context, max_duration: int | None, rebuild_index: bool) -
     app = current()
     with app.store() as store, app.progress() as progress:
         if rebuild_index:
-            store.rebuild_index()
+            store.context.index.rebuild()
         report = verify(store, max_duration=max_duration, progress=progress)
     document: dict[str, Any] = {
         "checked_chunks": report.checked_chunks,
@@ -41,19 +41,26 @@ def command(ctx: click.Context, max_duration: int | None, rebuild_index: bool) -
         "damaged": [str(item) for item in report.damaged],
         "missing": [str(item) for item in report.missing],
         "affected_refs": [str(ref) for ref in report.affected_refs],
-        "repaired": [str(item) for item in report.repaired],
+        "repaired": [],
+        "problems": list(report.problems),
+        "complete": report.complete,
     }
 
     def show() -> None:
         click.echo(f"checked {report.checked_chunks} chunks, {size(report.checked_bytes)}")
-        for kind in ("damaged", "missing", "affected_refs", "repaired"):
-            for item in document[kind]:
-                click.echo(f"{kind.replace('affected_refs', 'affects')} {item}")
-        if not (report.damaged or report.missing):
-            click.echo("no damage found")
-        elif report.affected_refs:
-            click.echo("export or import the affected artifacts again to restore them", err=True)
+        for label, key in (("damaged", "damaged"), ("missing", "missing")):
+            for item in document[key]:
+                click.echo(f"{label} {item}")
+        for item in report.problems:
+            click.echo(printable(item))
+        for ref in report.affected_refs:
+            click.echo(f"cannot be assembled: {ref}")
+        if report.clean:
+            rest = "" if report.complete else " so far; run it again for the rest"
+            click.echo(f"no damage found{rest}")
+        else:
+            click.echo("export the affected artifacts again to restore them", err=True)
 
     app.report(document, show)
-    if report.damaged or report.missing:
+    if not report.clean:
         ctx.exit(DAMAGED)
