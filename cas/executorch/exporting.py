@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +26,16 @@ from executorch.exir.passes import MemoryPlanningPass
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from cas.errors import CasError, Refused, UsageError
+from cas.errors import CasError, UsageError
 from cas.executorch.capture import capture
-from cas.executorch.sources import Method, ModuleCall, Source, import_path, load_methods
-from cas.manifest import Json
+from cas.executorch.loading import Method, ModuleCall, import_path, load_methods
+from cas.exportspec import (
+    DEFAULT_TAG,
+    BackendUnavailable,
+    ExportOptions,
+    Source,
+    check_backend,
+)
 from cas.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -38,11 +43,6 @@ if TYPE_CHECKING:
     from cas.store import Store
 
 log = logging.getLogger(__name__)
-
-#: Where ExecuTorch itself puts external constants when no tag is given.
-DEFAULT_TAG = "_default_external_constant"
-
-DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 class ExportFailed(CasError):
@@ -52,54 +52,7 @@ class ExportFailed(CasError):
         self.stage = stage
         text = str(cause).strip() or type(cause).__name__
         first = text.splitlines()[0]
-        super().__init__(f"{stage} failed: {type(cause).__name__}: {first[:500]}")
-
-
-class BackendUnavailable(Refused):
-    """A backend that this version, or this installation, cannot lower to."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExportOptions:
-    """What an export does other than ExecuTorch's defaults; None leaves ExecuTorch's own."""
-
-    backend: str = "portable"
-    external_weights: bool = False
-    external_tag: str = DEFAULT_TAG
-    strict: bool | None = None
-    dtype: str | None = None
-    # EdgeCompileConfig
-    check_ir: bool | None = None
-    dim_order: bool | None = None
-    # ExecutorchBackendConfig
-    segment_alignment: int | None = None
-    constant_alignment: int | None = None
-    delegate_alignment: int | None = None
-    extract_delegate_segments: bool | None = None
-    remove_view_copy: bool | None = None
-    quant_fusion: bool | None = None
-    alloc_graph_input: bool | None = None
-    alloc_graph_output: bool | None = None
-
-    def changed(self) -> dict[str, Json]:
-        """The backend, and each option that is not left to ExecuTorch, for the provenance."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        if not self.external_weights:
-            values.pop("external_tag")
-        return {key: value for key, value in values.items() if value is not None}
-
-    def validate(self) -> None:
-        """Refuse what ExecuTorch would only trip over at the end of a long export.
-
-        Raises:
-            UsageError: with the option and what it may be.
-        """
-        for name in ("segment_alignment", "constant_alignment", "delegate_alignment"):
-            value = getattr(self, name)
-            if value is not None and (value < 1 or value & (value - 1)):
-                raise UsageError(f"{name} must be a power of two, got {value}")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        super().__init__(f"{stage} failed: {type(cause).__name__}: {first[:500]}; -v shows all")
 
 
 def export_source(
@@ -174,6 +127,7 @@ def resolve_backend(spec: str) -> list[Partitioner]:
         BackendUnavailable: ``cuda`` (not in this version), or its package is not installed.
         UsageError: no such backend.
     """
+    check_backend(spec)
     if spec == "portable":
         return []
     if spec == "xnnpack":
@@ -184,16 +138,7 @@ def resolve_backend(spec: str) -> list[Partitioner]:
                 spec,
             )
         ]
-    if spec == "cuda":
-        raise BackendUnavailable(
-            "backend cuda comes with a later version of cas; this one exports for portable, "
-            "xnnpack and PKG.MOD:PARTITIONER"
-        )
-    module, colon, attr = spec.partition(":")
-    if not colon or not module or not attr:
-        raise UsageError(
-            f"unknown backend {spec!r}: expected portable, xnnpack or PKG.MOD:PARTITIONER"
-        )
+    module, _, attr = spec.partition(":")
     return [_partitioner(module, attr, spec)]
 
 

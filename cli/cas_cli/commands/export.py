@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cas.errors import Refused
+from cas.exportspec import DEFAULT_TAG, DTYPES, ExportOptions, Source, parse_source
 from cas.layout import check_file_name, check_ref_name
 from cas_cli import options
 from cas_cli.app import App, current
@@ -22,10 +25,8 @@ from cas_cli.quiet import quiet, stdout_to_stderr
 from cas_cli.render import ratio, size
 
 if TYPE_CHECKING:
-    from cas.executorch.exporting import ExportOptions
     from cas.executorch.saving import SaveResult
-
-DTYPES = ("float32", "float16", "bfloat16", "float64")
+    from cas.progress import Progress
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -135,47 +136,77 @@ def command(source: str, output: Path, name: str | None, basename: str, **flags:
     script of these three calls writes.
     """
     app = current()
-    if name is not None:
-        check_ref_name(name)
-    check_file_name(f"{basename}.pte")
-    if flags["external_tag"] is not None:
-        check_file_name(f"{flags['external_tag']}.ptd")
-    require_directory(output)
+    wanted = _request(source, output, name, basename, _options(flags))
     began = time.monotonic()
-    result = _export(app, source, output, name, basename, flags)
+    result = _export(app, wanted)
     _report(app, result, output, time.monotonic() - began)
 
 
-def _export(
-    app: App, source: str, output: Path, name: str | None, basename: str, flags: dict[str, Any]
-) -> SaveResult:
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A checked request; only now do the seconds begin that importing ExecuTorch takes."""
+
+    source: Source
+    output: Path
+    name: str
+    basename: str
+    options: ExportOptions
+
+
+def _request(
+    text: str, output: Path, name: str | None, basename: str, export_options: ExportOptions
+) -> Request:
+    source = parse_source(text)
+    source.check_file()
+    export_options.validate()
+    check_file_name(f"{basename}.pte")
+    chosen = source.default_name() if name is None else check_ref_name(name)
+    require_directory(output)
     for package in ("torch", "executorch"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtra(package)
-    hush = contextlib.nullcontext() if app.given.verbose else quiet()
-    with stdout_to_stderr(), hush, app.progress() as progress:
-        progress.start("import torch and executorch", None)
-        from cas.executorch.exporting import export_source
-        from cas.executorch.sources import parse_source
+    return Request(source, output, chosen, basename, export_options)
 
-        progress.finish()
-        with app.store(create=True, write=True) as store:
-            return export_source(
-                store,
-                parse_source(source),
-                output,
-                name=name,
-                basename=basename,
-                options=_options(flags),
-                progress=progress,
-                command=["cas", *sys.argv[1:]],
-                created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            )
+
+def _export(app: App, wanted: Request) -> SaveResult:
+    with (
+        app.store(create=True, write=True) as store,
+        app.progress() as progress,
+        _frameworks(app, progress),
+    ):
+        from cas.executorch.exporting import export_source
+
+        return export_source(
+            store,
+            wanted.source,
+            wanted.output,
+            name=wanted.name,
+            basename=wanted.basename,
+            options=wanted.options,
+            progress=progress,
+            command=["cas", *sys.argv[1:]],
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+
+
+@contextlib.contextmanager
+def _frameworks(app: App, progress: Progress) -> Iterator[None]:
+    """Import what takes seconds, and keep it quiet then and for the length of the block."""
+
+    def hush() -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if app.given.verbose else quiet()
+
+    progress.start("import torch and executorch", None)
+    with stdout_to_stderr(), hush():
+        importlib.import_module("torch")
+        with hush():  # again: importing torch sets up its loggers
+            importlib.import_module("cas.executorch.exporting")
+            progress.finish()
+            yield
 
 
 def _options(flags: dict[str, Any]) -> ExportOptions:
     """A flag that was not given leaves ExecuTorch's own default."""
-    from cas.executorch.exporting import DEFAULT_TAG, ExportOptions
 
     def off(flag: str) -> bool | None:
         return False if flags[flag] else None

@@ -1,4 +1,4 @@
-"""What to export: ``file.pt2``, ``PKG.MOD:ATTR`` or ``FILE.py:ATTR``, and what ``ATTR`` may give.
+"""Loading a source, and making methods of what it gives.
 
 Everything that can be wrong with a user's source is told in terms of the user's file: which line
 raised, what was found, what is expected.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import re
 import sys
 import traceback
 import zipfile
@@ -22,29 +21,16 @@ from typing import Any
 import torch
 from torch.export import AdditionalInputs, Dim, ExportedProgram, ShapesCollection
 
-from cas.errors import CasError, Damaged, NotFound, UsageError
-from cas.layout import check_ref_name
+from cas.errors import CasError, UsageError
+from cas.exportspec import Source, SourceDamaged, SourceInvalid, SourceNotFound
 
 #: The dynamic shape hints that are not `Dim` objects, such as `Dim.AUTO`.
 _HINTS = (type(Dim.AUTO),)
 
-FORMS = "file.pt2, PKG.MOD:ATTR or FILE.py:ATTR"
 SHAPES = (
     "(module, args[, kwargs][, dynamic_shapes]), an ExportedProgram, a dict of method name to "
     "either, or a callable without parameters that returns one of these"
 )
-
-
-class SourceInvalid(UsageError):
-    """The source is not of a form, or does not give a value, that can be exported."""
-
-
-class SourceNotFound(NotFound):
-    """The file, module or attribute does not exist."""
-
-
-class SourceDamaged(Damaged):
-    """A ``.pt2`` file that cannot be read."""
 
 
 class SourceRaised(UsageError):
@@ -69,57 +55,6 @@ class ModuleCall:
 
 #: What one method of the program is made from.
 Method = ExportedProgram | ModuleCall
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A parsed, not yet loaded source. ``attr`` is empty for a ``.pt2`` file."""
-
-    text: str
-    location: str
-    attr: str = ""
-
-    @property
-    def is_file(self) -> bool:
-        return self.location.endswith((".py", ".pt2"))
-
-    def default_name(self) -> str:
-        """A ref name made from the source: ``model.py:small`` gives ``model/small``.
-
-        Raises:
-            SourceInvalid: nothing usable is left of it.
-        """
-        stem = Path(self.location).stem if self.is_file else self.location.rpartition(".")[2]
-        parts = [re.sub(r"[^A-Za-z0-9._+=,-]+", "-", part) for part in (stem, self.attr)]
-        name = "/".join(part.lstrip(".-") for part in parts if part.lstrip(".-"))
-        if not name:
-            raise SourceInvalid(f"no artifact name can be made from {self.text!r}; give --name")
-        return check_ref_name(name)
-
-
-def parse_source(text: str) -> Source:
-    """Split a source as written on the command line; nothing is read yet.
-
-    Raises:
-        SourceInvalid: it has none of the three forms.
-    """
-    if text.endswith(".pt2"):
-        return Source(text, text)
-    location, colon, attr = text.rpartition(":")
-    if not colon or not location or not attr:
-        looks_like_file = (location or text).endswith(".py")
-        hint = f"; which attribute of {text.rstrip(':')}?" if looks_like_file else ""
-        raise SourceInvalid(f"{text!r} is not a source: expected {FORMS}{hint}")
-    if not all(part.isidentifier() for part in attr.split(".")):
-        raise SourceInvalid(f"{attr!r} in {text!r} is not an attribute name: expected {FORMS}")
-    if not location.endswith(".py"):
-        if "/" in location:
-            raise SourceInvalid(
-                f"{location!r} is neither a .py file nor a module: expected {FORMS}"
-            )
-        if not all(part.isidentifier() for part in location.split(".")):
-            raise SourceInvalid(f"{location!r} is not a module name: expected {FORMS}")
-    return Source(text, location, attr)
 
 
 @contextlib.contextmanager
@@ -147,6 +82,7 @@ def load_methods(source: Source) -> dict[str, Method]:
         SourceRaised: the user's code raised.
         SourceInvalid: it gave something that cannot be exported.
     """
+    source.check_file()
     if source.location.endswith(".pt2"):
         return {"forward": _load_pt2(Path(source.location))}
     module = _import_file(source) if source.is_file else _import_module(source)
@@ -154,7 +90,6 @@ def load_methods(source: Source) -> dict[str, Method]:
 
 
 def _load_pt2(path: Path) -> ExportedProgram:
-    _require_file(path)
     if not zipfile.is_zipfile(path):
         raise SourceDamaged(
             f"{path} is not a complete .pt2 file (it has no archive directory at its end): it was "
@@ -169,16 +104,8 @@ def _load_pt2(path: Path) -> ExportedProgram:
         ) from error
 
 
-def _require_file(path: Path) -> None:
-    if not path.exists():
-        raise SourceNotFound(f"source file {path} does not exist")
-    if not path.is_file():
-        raise SourceInvalid(f"source {path} is not a file")
-
-
 def _import_file(source: Source) -> ModuleType:
     path = Path(source.location)
-    _require_file(path)
     name = path.stem if path.stem.isidentifier() else "cas_export_source"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

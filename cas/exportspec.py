@@ -1,0 +1,167 @@
+"""What an export is asked for: its source, backend and options.
+
+Nothing here imports torch, so that a typo is answered at once and not after the seconds that
+importing ExecuTorch takes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from cas.errors import Damaged, NotFound, Refused, UsageError
+from cas.layout import check_file_name, check_ref_name
+from cas.manifest import Json
+
+FORMS = "file.pt2, PKG.MOD:ATTR or FILE.py:ATTR"
+BACKENDS = "portable, xnnpack or PKG.MOD:PARTITIONER"
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+#: Where ExecuTorch itself puts external constants when no tag is given.
+DEFAULT_TAG = "_default_external_constant"
+
+
+class SourceInvalid(UsageError):
+    """The source is not of a form, or does not give a value, that can be exported."""
+
+
+class SourceNotFound(NotFound):
+    """The file, module or attribute does not exist."""
+
+
+class SourceDamaged(Damaged):
+    """A ``.pt2`` file that cannot be read."""
+
+
+class BackendUnavailable(Refused):
+    """A backend that this version, or this installation, cannot lower to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A parsed, not yet loaded source. ``attr`` is empty for a ``.pt2`` file."""
+
+    text: str
+    location: str
+    attr: str = ""
+
+    @property
+    def is_file(self) -> bool:
+        return self.location.endswith((".py", ".pt2"))
+
+    def default_name(self) -> str:
+        """A ref name made from the source: ``model.py:small`` gives ``model/small``.
+
+        Raises:
+            SourceInvalid: nothing usable is left of it.
+        """
+        stem = Path(self.location).stem if self.is_file else self.location.rpartition(".")[2]
+        parts = [re.sub(r"[^A-Za-z0-9._+=,-]+", "-", part) for part in (stem, self.attr)]
+        name = "/".join(part.lstrip(".-") for part in parts if part.lstrip(".-"))
+        if not name:
+            raise SourceInvalid(f"no artifact name can be made from {self.text!r}; give --name")
+        return check_ref_name(name)
+
+    def check_file(self) -> None:
+        """See that the file is there, if the source is one.
+
+        Raises:
+            SourceNotFound, SourceInvalid
+        """
+        if not self.is_file:
+            return
+        if not Path(self.location).exists():
+            raise SourceNotFound(f"source file {self.location} does not exist")
+        if not Path(self.location).is_file():
+            raise SourceInvalid(f"source {self.location} is not a file")
+
+
+def parse_source(text: str) -> Source:
+    """Split a source as written on the command line; nothing is read yet.
+
+    Raises:
+        SourceInvalid: it has none of the three forms.
+    """
+    if text.endswith(".pt2"):
+        return Source(text, text)
+    location, colon, attr = text.rpartition(":")
+    if not colon or not location or not attr:
+        looks_like_file = (location or text).endswith(".py")
+        hint = f"; which attribute of {text.rstrip(':')}?" if looks_like_file else ""
+        raise SourceInvalid(f"{text!r} is not a source: expected {FORMS}{hint}")
+    if not all(part.isidentifier() for part in attr.split(".")):
+        raise SourceInvalid(f"{attr!r} in {text!r} is not an attribute name: expected {FORMS}")
+    if not location.endswith(".py"):
+        if "/" in location:
+            raise SourceInvalid(
+                f"{location!r} is neither a .py file nor a module: expected {FORMS}"
+            )
+        if not all(part.isidentifier() for part in location.split(".")):
+            raise SourceInvalid(f"{location!r} is not a module name: expected {FORMS}")
+    return Source(text, location, attr)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What an export does other than ExecuTorch's defaults; None leaves ExecuTorch's own."""
+
+    backend: str = "portable"
+    external_weights: bool = False
+    external_tag: str = DEFAULT_TAG
+    strict: bool | None = None
+    dtype: str | None = None
+    # EdgeCompileConfig
+    check_ir: bool | None = None
+    dim_order: bool | None = None
+    # ExecutorchBackendConfig
+    segment_alignment: int | None = None
+    constant_alignment: int | None = None
+    delegate_alignment: int | None = None
+    extract_delegate_segments: bool | None = None
+    remove_view_copy: bool | None = None
+    quant_fusion: bool | None = None
+    alloc_graph_input: bool | None = None
+    alloc_graph_output: bool | None = None
+
+    def changed(self) -> dict[str, Json]:
+        """The backend, and each option that is not left to ExecuTorch, for the provenance."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if not self.external_weights:
+            values.pop("external_tag")
+        return {key: value for key, value in values.items() if value is not None}
+
+    def validate(self) -> None:
+        """Refuse what ExecuTorch would only trip over at the end of a long export.
+
+        Raises:
+            UsageError: with the option and what it may be.
+            BackendUnavailable: see `check_backend`.
+        """
+        for name in ("segment_alignment", "constant_alignment", "delegate_alignment"):
+            value = getattr(self, name)
+            if value is not None and (value < 1 or value & (value - 1)):
+                raise UsageError(f"{name} must be a power of two, got {value}")
+        check_backend(self.backend)
+        check_file_name(f"{self.external_tag}.ptd")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
+
+def check_backend(spec: str) -> None:
+    """See that a backend is one of the forms: ``portable``, ``xnnpack``, ``PKG.MOD:PARTITIONER``.
+
+    Raises:
+        BackendUnavailable: ``cuda``, which is not in this version.
+        UsageError: anything else.
+    """
+    if spec in ("portable", "xnnpack"):
+        return
+    if spec == "cuda":
+        raise BackendUnavailable(
+            f"backend cuda comes with a later version of cas; this one exports for {BACKENDS}"
+        )
+    module, colon, attr = spec.partition(":")
+    dotted = [*module.split("."), attr] if colon else [""]
+    if not all(part.isidentifier() for part in dotted):
+        raise UsageError(f"unknown backend {spec!r}: expected {BACKENDS}")
