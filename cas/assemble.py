@@ -1,4 +1,4 @@
-"""From a manifest to files: stream the chunks, verify each as it passes, rename at the end.
+"""From recipes to files: stream the chunks, verify each as it passes, rename at the end.
 
 Every file is written to a temporary in the target's directory. Only when all are complete and
 durable are they renamed, so a failure leaves no output file, and old outputs as they were.
@@ -11,29 +11,26 @@ import errno
 import os
 import secrets
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from blake3 import blake3
 
 from cas import chunkfiles, fsio
 from cas.chunkfiles import Need
 from cas.context import Context
 from cas.digest import Digest
 from cas.errors import NoSpace, PermissionRefused, Refused
-from cas.manifest import ChunkPart, DataPart, FileEntry, Manifest, Part, ZeroPart
+from cas.manifest import ChunkPart, DataPart, Part, Recipe, ZeroPart
 from cas.progress import Progress
+from cas.reading import Buffers
 
 #: A file with a longer zero run is left sparse there instead of being preallocated.
 SPARSE_BYTES = 1 << 20
 
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Consecutive parts that one worker writes at once."""
-
-    offset: int
-    parts: tuple[Part, ...]
+_ZEROS = bytes(1 << 20)
 
 
 def check_directory(directory: Path) -> None:
@@ -55,183 +52,252 @@ def check_directory(directory: Path) -> None:
         ) from None
 
 
-def check_space(directory: Path, needed: int) -> None:
+def check_space(directory: Path, recipes: Mapping[str, Recipe]) -> None:
     """Say before the work begins that the files cannot fit.
 
     Raises:
         NoSpace: with the bytes needed and free.
     """
+    needed = sum(_stored_bytes(recipe) for recipe in recipes.values())
     free = fsio.free_bytes(directory)
     if needed > free:
         raise NoSpace(directory, needed=needed, free=free)
 
 
-def assemble(
-    context: Context,
-    manifest: Manifest,
-    directory: Path,
-    progress: Progress,
-    *,
-    verify: bool = True,
-) -> list[Path]:
-    """Write the manifest's files into ``directory``; the caller holds a lease on the manifest.
+class Assembly:
+    """Files under way to a directory: `write` each, then `publish` all. Made by `assembling`."""
 
-    Without ``verify`` the kernel copies the bytes (sharing blocks where the filesystem can), and
-    only sizes are checked.
+    def __init__(
+        self, context: Context, directory: Path, progress: Progress, pool: ThreadPoolExecutor
+    ) -> None:
+        self._context = context
+        self._directory = directory
+        self._progress = progress
+        self._pool = pool
+        self._buffers = Buffers()
+        self._written: list[tuple[Path, Path]] = []
+
+    def write(self, name: str, recipe: Recipe, *, verify: bool = True) -> None:
+        """Write one file under a temporary name, durably.
+
+        Without ``verify`` the kernel copies the bytes (sharing blocks where the filesystem can),
+        and only sizes are checked.
+
+        Raises:
+            ChunkMissing, ChunkDamaged: naming the chunk, the file and its byte range.
+            NoSpace
+        """
+        self._write(name, recipe, verify, None)
+
+    def write_hashed(self, name: str, recipe: Recipe) -> Digest:
+        """`write`, and the BLAKE3 of the whole file."""
+        hasher = blake3(max_threads=blake3.AUTO)
+        self._write(name, recipe, True, hasher)
+        return Digest(hasher.digest())
+
+    def _write(self, name: str, recipe: Recipe, verify: bool, hasher: blake3 | None) -> None:
+        temporary = self._directory / f".{name}.{secrets.token_hex(6)}.tmp"
+        self._written.append((temporary, self._directory / name))
+        with fsio.os_errors(temporary):
+            fsio.step("create", temporary)
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                _reserve(fd, recipe)
+                self._fill(fd, name, recipe, verify, hasher)
+                fsio.step("sync", temporary)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def publish(self) -> list[Path]:
+        """Give every file its name; return the paths.
+
+        Raises:
+            PermissionRefused: a directory stands where a file should go.
+        """
+        with fsio.os_errors(self._directory):
+            for temporary, target in self._written:
+                try:
+                    fsio.rename(temporary, target)
+                except IsADirectoryError:
+                    raise PermissionRefused(target, "replace", "it is a directory") from None
+            fsio.sync_path(self._directory)
+        return [target for _, target in self._written]
+
+    def discard(self) -> None:
+        """Remove what was not published."""
+        for temporary, _ in self._written:
+            with contextlib.suppress(OSError):  # an earlier error is the one to report
+                fsio.unlink(temporary)
+
+    def _fill(
+        self, fd: int, name: str, recipe: Recipe, verify: bool, hasher: blake3 | None
+    ) -> None:
+        """Write the spans in parallel, and hash them in order as they come out."""
+        window: deque[tuple[_Span, Future[bytearray | None]]] = deque()
+        # One more than the workers: a finished span waits here while it is hashed.
+        limit = self._context.workers + 1
+        try:
+            for span in _spans(recipe, self._context.chunk_size):
+                if len(window) >= limit:
+                    self._finish(*window.popleft(), hasher)
+                write = self._write_verified if verify else self._write_copied
+                window.append((span, self._pool.submit(write, name, span, fd)))
+            while window:
+                self._finish(*window.popleft(), hasher)
+        finally:
+            _drain(window)  # before the descriptor is closed under a running worker
+
+    def _finish(self, span: _Span, future: Future[bytearray | None], hasher: blake3 | None) -> None:
+        buffer = future.result()
+        if hasher is not None:
+            if buffer is None:
+                for start in range(0, span.length, len(_ZEROS)):
+                    hasher.update(_ZEROS[: span.length - start])
+            else:
+                hasher.update(memoryview(buffer)[: span.length])
+        if buffer is not None:
+            self._buffers.give(buffer)
+        self._progress.advance(span.length)
+
+    def _write_verified(self, name: str, span: _Span, fd: int) -> bytearray | None:
+        """Gather a span in a buffer, checked, and write it: what is written is what was hashed."""
+        if span.is_zero:
+            return None  # the file has zeros there already
+        buffer = self._buffers.take(max(span.length, self._context.chunk_size))
+        view = memoryview(buffer)
+        position = 0
+        for part in span.parts:
+            into = view[position : position + part.length]
+            if isinstance(part, ChunkPart):
+                self._read(part, into, Need(name, span.offset + position, part.length))
+            else:
+                into[:] = part.data if isinstance(part, DataPart) else bytes(part.length)
+            position += part.length
+        fsio.write_all(fd, view[:position], span.offset)
+        fsio.start_writeback(fd, span.offset, position)
+        return buffer
+
+    def _read(self, part: ChunkPart, into: memoryview, need: Need) -> None:
+        path = self._context.layout.chunk(part.digest)
+        if part.length == part.size:
+            chunkfiles.read_into(path, part.digest, part.size, into, need=need)
+        else:
+            whole = memoryview(bytearray(part.size))
+            chunkfiles.read_into(path, part.digest, part.size, whole, need=need)
+            into[:] = whole[part.offset : part.offset + part.length]
+
+    def _write_copied(self, name: str, span: _Span, fd: int) -> None:
+        """Let the kernel copy."""
+        offset = span.offset
+        for part in span.parts:
+            if isinstance(part, ChunkPart):
+                path = self._context.layout.chunk(part.digest)
+                _copy_part(path, part, fd, offset, Need(name, offset, part.length))
+            elif isinstance(part, DataPart):
+                fsio.write_all(fd, part.data, offset)
+            offset += part.length
+
+
+@contextlib.contextmanager
+def assembling(
+    context: Context, recipes: Mapping[str, Recipe], directory: Path, progress: Progress
+) -> Iterator[Assembly]:
+    """An `Assembly` into ``directory`` for the length of the block; what it does not publish, goes.
+
+    ``recipes`` are all that will be written: whether they fit is checked first. The caller holds a
+    lease on their chunks.
 
     Raises:
-        ChunkMissing, ChunkDamaged: naming the chunk, the file and its byte range.
         NoSpace, Refused, PermissionRefused: the directory.
     """
     check_directory(directory)
-    check_space(directory, sum(_stored_bytes(entry) for entry in manifest.files))
-    progress.start("assemble", manifest.size)
-    temporaries: list[tuple[Path, Path]] = []
-    try:
-        with ThreadPoolExecutor(context.workers, thread_name_prefix="cas-assemble") as pool:
-            for entry in manifest.files:
-                target = directory / entry.name
-                temporary = directory / f".{entry.name}.{secrets.token_hex(6)}.tmp"
-                temporaries.append((temporary, target))
-                with fsio.os_errors(temporary):
-                    _write_file(context, entry, temporary, pool, progress, verify)
-        with fsio.os_errors(directory):
-            _rename_all(temporaries)
-            fsio.sync_path(directory)
-    except BaseException:
-        for temporary, _ in temporaries:
-            with contextlib.suppress(OSError):  # the first error is the one to report
-                fsio.unlink(temporary)
-        raise
-    progress.finish()
-    return [target for _, target in temporaries]
-
-
-def _rename_all(files: Iterable[tuple[Path, Path]]) -> None:
-    for temporary, target in files:
+    check_space(directory, recipes)
+    progress.start("assemble", sum(recipe.size for recipe in recipes.values()))
+    with ThreadPoolExecutor(context.workers, thread_name_prefix="cas-assemble") as pool:
+        assembly = Assembly(context, directory, progress, pool)
         try:
-            fsio.rename(temporary, target)
-        except IsADirectoryError:
-            raise PermissionRefused(target, "replace", "it is a directory") from None
-
-
-def _stored_bytes(entry: FileEntry) -> int:
-    return sum(part.length for part in entry.recipe.parts if not isinstance(part, ZeroPart))
-
-
-def _write_file(
-    context: Context,
-    entry: FileEntry,
-    temporary: Path,
-    pool: ThreadPoolExecutor,
-    progress: Progress,
-    verify: bool,
-) -> None:
-    fsio.step("create", temporary)
-    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        _reserve(fd, entry)
-        spans = _spans(entry, context.chunk_size)
-        write = _write_verified if verify else _write_copied
-        window: deque[Future[int]] = deque()
-        try:
-            for span in spans:
-                if len(window) >= 2 * context.workers:
-                    progress.advance(window.popleft().result())
-                window.append(pool.submit(write, context, entry.name, span, fd))
-            while window:
-                progress.advance(window.popleft().result())
+            yield assembly
         finally:
-            _drain(window)  # before the descriptor is closed under a running worker
-        fsio.step("sync", temporary)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+            assembly.discard()
+    progress.finish()
 
 
-def _drain(window: deque[Future[int]]) -> None:
-    for future in window:
+# --- spans --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Consecutive parts that one worker writes at once, or one zero run."""
+
+    offset: int
+    length: int
+    parts: tuple[Part, ...]
+
+    @property
+    def is_zero(self) -> bool:
+        return all(isinstance(part, ZeroPart) for part in self.parts)
+
+
+def _spans(recipe: Recipe, span_bytes: int) -> Iterator[_Span]:
+    """Group parts so that each worker writes about a chunk at a time."""
+    start = length = 0
+    parts: list[Part] = []
+    for part in recipe.parts:
+        alone = isinstance(part, ZeroPart) and part.length >= SPARSE_BYTES
+        if parts and (alone or length + part.length > span_bytes):
+            yield _Span(start, length, tuple(parts))
+            start, length, parts = start + length, 0, []
+        parts.append(part)
+        length += part.length
+        if alone:
+            yield _Span(start, length, tuple(parts))
+            start, length, parts = start + length, 0, []
+    if parts:
+        yield _Span(start, length, tuple(parts))
+
+
+def _drain(window: deque[tuple[_Span, Future[bytearray | None]]]) -> None:
+    for _, future in window:
         future.cancel()
-    for future in window:
+    for _, future in window:
         if not future.cancelled():
             future.exception()
 
 
-def _reserve(fd: int, entry: FileEntry) -> None:
+# --- files --------------------------------------------------------------------------------------
+
+
+def _stored_bytes(recipe: Recipe) -> int:
+    return sum(part.length for part in recipe.parts if not isinstance(part, ZeroPart))
+
+
+def _reserve(fd: int, recipe: Recipe) -> None:
     """Give the file its size: reserved on the disk, or sparse if it has long zero runs."""
-    if entry.size == 0:
+    if recipe.size == 0:
         return
-    stored = _stored_bytes(entry)
-    if entry.size - stored < SPARSE_BYTES:
+    if recipe.size - _stored_bytes(recipe) < SPARSE_BYTES:
         try:
-            os.posix_fallocate(fd, 0, entry.size)
+            os.posix_fallocate(fd, 0, recipe.size)
             return
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
-    os.ftruncate(fd, entry.size)
+    os.ftruncate(fd, recipe.size)
 
 
-def _spans(entry: FileEntry, span_bytes: int) -> Iterator[_Span]:
-    """Group parts so that each worker writes about a chunk; zero runs are already there."""
-    offset = start = 0
-    parts: list[Part] = []
-    for part in entry.recipe.parts:
-        length = offset - start
-        if parts and length + part.length > span_bytes:
-            yield _Span(start, tuple(parts))
-            parts, start = [], offset
-        parts.append(part)
-        offset += part.length
-    if parts:
-        yield _Span(start, tuple(parts))
-
-
-def _write_verified(context: Context, file: str, span: _Span, fd: int) -> int:
-    """Read, hash and write a span; the bytes written are the bytes that were hashed."""
-    offset = span.offset
-    for part in span.parts:
-        if isinstance(part, ChunkPart):
-            need = Need(file, offset, part.length)
-            path = context.layout.chunk(part.digest)
-            buffer = memoryview(bytearray(part.size))
-            view = chunkfiles.read_into(path, part.digest, part.size, buffer, need=need)
-            fsio.write_all(fd, view[part.offset : part.offset + part.length], offset)
-        elif isinstance(part, DataPart):
-            fsio.write_all(fd, part.data, offset)
-        offset += part.length
-    fsio.start_writeback(fd, span.offset, offset - span.offset)
-    return offset - span.offset
-
-
-def _write_copied(context: Context, file: str, span: _Span, fd: int) -> int:
-    """Let the kernel copy; falls back to reading and writing where it cannot."""
-    offset = span.offset
-    for part in span.parts:
-        if isinstance(part, ChunkPart):
-            need = Need(file, offset, part.length)
-            path = context.layout.chunk(part.digest)
-            _copy_part(path, part.digest, part, fd, offset, need)
-        elif isinstance(part, DataPart):
-            fsio.write_all(fd, part.data, offset)
-        offset += part.length
-    return offset - span.offset
-
-
-def _copy_part(
-    path: Path, digest: Digest, part: ChunkPart, fd: int, offset: int, need: Need
-) -> None:
-    source = chunkfiles.open_chunk(path, digest, need)
+def _copy_part(path: Path, part: ChunkPart, fd: int, offset: int, need: Need) -> None:
+    source = chunkfiles.open_chunk(path, part.digest, need)
     try:
         size = os.fstat(source).st_size
         if size != part.size:
             detail = f"it has {size} bytes instead of {part.size}"
-            raise chunkfiles.damaged(digest, path, detail, need)
+            raise chunkfiles.damaged(part.digest, path, detail, need)
         begin, left = part.offset, part.length
         while left:
             count = _copy_range(source, fd, left, begin, offset)
             if count == 0:
-                raise chunkfiles.damaged(digest, path, "it ended early", need)
+                raise chunkfiles.damaged(part.digest, path, "it ended early", need)
             begin, offset, left = begin + count, offset + count, left - count
     finally:
         os.close(source)

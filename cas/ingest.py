@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from cas import chunkfiles, fsio
+from cas import chunkfiles, fsio, reading
 from cas.chunking import cut
 from cas.context import Context
 from cas.digest import Digest
@@ -98,6 +98,10 @@ class Ingest:
             except FileNotFoundError:  # published between the two lines
                 path = self._layout.chunk(digest)
         return chunkfiles.open_chunk(path, digest)
+
+    def stream(self, recipe: Recipe) -> Iterator[memoryview]:
+        """The bytes of what was put, in order; see `cas.reading.stream`."""
+        return reading.stream(recipe, self.path_of, self._pool, self._context.workers)
 
     # --- taking bytes in ------------------------------------------------------------------------
 

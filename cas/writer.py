@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cas import chunkfiles, fsio, refs
+from cas.assemble import assembling
 from cas.context import Context
 from cas.digest import Digest
-from cas.errors import ChunkMissing, UsageError
+from cas.errors import UsageError
 from cas.index import Entry, Transaction
 from cas.ingest import Counters, Ingest, Readable
 from cas.layout import check_file_name
 from cas.leases import Lease
 from cas.manifest import (
-    ChunkPart,
-    DataPart,
     FileEntry,
     Json,
     Manifest,
@@ -31,15 +32,14 @@ from cas.refs import Ref
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_ZEROS = bytes(1 << 20)
-
 
 @dataclass(frozen=True, slots=True)
 class Commit:
     """What one commit recorded.
 
     ``logical_bytes`` is what the files hold; ``new_bytes`` and ``new_chunks`` what the store's
-    chunks grew by since the writer began; ``chunks`` the distinct chunks of the files.
+    chunks grew by since the writer began; ``chunks`` the distinct chunks of the files; ``paths``
+    the files written along with the commit, if that was asked for.
     """
 
     ref: Ref
@@ -48,6 +48,7 @@ class Commit:
     new_bytes: int
     chunks: int
     new_chunks: int
+    paths: tuple[Path, ...] = ()
 
 
 class Writer:
@@ -107,15 +108,7 @@ class Writer:
             ChunkMissing, ChunkDamaged
         """
         self._require_open()
-        buffer = memoryview(bytearray(self._largest(recipe)))
-        for part in recipe.parts:
-            if isinstance(part, ChunkPart):
-                yield self._read_part(part, buffer)
-            elif isinstance(part, DataPart):
-                yield memoryview(part.data)
-            else:
-                for start in range(0, part.length, len(_ZEROS)):
-                    yield memoryview(_ZEROS)[: min(len(_ZEROS), part.length - start)]
+        return self._ingest.stream(recipe)
 
     def read(self, recipe: Recipe, offset: int = 0, length: int | None = None) -> bytes:
         """``length`` bytes from ``offset`` on (to the end without ``length``), in memory.
@@ -138,26 +131,69 @@ class Writer:
         files: Mapping[str, Recipe],
         tensors: Iterable[TensorEntry] = (),
         provenance: Mapping[str, Json] | None = None,
+        *,
+        directory: str | os.PathLike[str] | None = None,
     ) -> Commit:
         """Record ``files`` as the next generation of ``name``. When this returns, it is durable.
+
+        With ``directory`` the files are also assembled there, in the pass over the bytes that
+        computes their checksums anyway. They get their names after the artifact is recorded.
 
         Args:
             name: see `cas.layout.check_ref_name`.
             files: file name -> recipe made by this writer.
             tensors: where tensors lie in those files.
             provenance: anything that JSON holds without floats.
+            directory: where to assemble the files, made if it does not exist.
 
         Raises:
             InvalidName: the name, or a file's name.
             ChunkMissing: a chunk was removed behind the store's back.
-            NoSpace
+            NoSpace, Refused, PermissionRefused: also for ``directory``.
         """
         self._require_open()
         refs.check_collision(self._context.layout, name)
         for file in files:
             check_file_name(file)
-        manifest = self._manifest(files, tuple(tensors), provenance or {})
         self.barrier()
+        recipes = dict(sorted(files.items()))
+        if directory is None:
+            digests = self._checksums(recipes)
+            return self._record(name, recipes, digests, tensors, provenance)
+        with assembling(self._context, recipes, Path(directory), self._progress) as assembly:
+            digests = {
+                file: assembly.write_hashed(file, recipe) for file, recipe in recipes.items()
+            }
+            commit = self._record(name, recipes, digests, tensors, provenance)
+            return replace(commit, paths=tuple(assembly.publish()))
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError("this writer is closed; use it inside its `with` block")
+
+    def _checksums(self, recipes: Mapping[str, Recipe]) -> dict[str, Digest]:
+        self._progress.start("checksum", sum(recipe.size for recipe in recipes.values()))
+        digests = {name: Digest.of_stream(self._told(recipe)) for name, recipe in recipes.items()}
+        self._progress.finish()
+        return digests
+
+    def _told(self, recipe: Recipe) -> Iterator[memoryview]:
+        for piece in self.stream(recipe):
+            yield piece
+            self._progress.advance(len(piece))
+
+    def _record(
+        self,
+        name: str,
+        recipes: Mapping[str, Recipe],
+        digests: Mapping[str, Digest],
+        tensors: Iterable[TensorEntry],
+        provenance: Mapping[str, Json] | None,
+    ) -> Commit:
+        entries = [FileEntry(file, digests[file], recipe) for file, recipe in recipes.items()]
+        manifest = Manifest(check_files(entries), tuple(tensors), provenance or {})
         digest = self._write_manifest(manifest)
         with self._context.index.write() as txn:
             self._settle_chunks(txn, manifest)
@@ -177,47 +213,6 @@ class Writer:
             len(manifest.chunks()),
             counters.new_chunks,
         )
-
-    # --- inside ---------------------------------------------------------------------------------
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise UsageError("this writer is closed; use it inside its `with` block")
-
-    @staticmethod
-    def _largest(recipe: Recipe) -> int:
-        return max((part.size for part in recipe.chunks()), default=0)
-
-    def _read_part(self, part: ChunkPart, buffer: memoryview) -> memoryview:
-        for last_try in (False, True):
-            path = self._ingest.path_of(part.digest)
-            try:
-                view = chunkfiles.read_into(path, part.digest, part.size, buffer)
-                return view[part.offset : part.offset + part.length]
-            except ChunkMissing:
-                if last_try:  # the first time it may just have been published
-                    raise
-        raise AssertionError
-
-    def _manifest(
-        self,
-        files: Mapping[str, Recipe],
-        tensors: tuple[TensorEntry, ...],
-        provenance: Mapping[str, Json],
-    ) -> Manifest:
-        total = sum(recipe.size for recipe in files.values())
-        self._progress.start("checksum", total)
-        entries = [
-            FileEntry(name, Digest.of_stream(self._told(recipe)), recipe)
-            for name, recipe in sorted(files.items())
-        ]
-        self._progress.finish()
-        return Manifest(check_files(entries), tensors, provenance)
-
-    def _told(self, recipe: Recipe) -> Iterator[memoryview]:
-        for piece in self.stream(recipe):
-            yield piece
-            self._progress.advance(len(piece))
 
     def _write_manifest(self, manifest: Manifest) -> Digest:
         layout, modes = self._context.layout, self._context.modes

@@ -1,0 +1,82 @@
+"""Reading a recipe's bytes in order, with a bounded number of chunks read and checked ahead."""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from cas import chunkfiles
+from cas.digest import Digest
+from cas.errors import ChunkMissing
+from cas.manifest import ChunkPart, DataPart, Recipe
+
+Locate = Callable[[Digest], Path]
+
+_ZEROS = bytes(1 << 20)
+
+
+class Buffers:
+    """Buffers for chunks, kept for the next use: fresh memory costs more than filling it."""
+
+    def __init__(self) -> None:
+        self._free: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+
+    def take(self, size: int) -> bytearray:
+        """A buffer of at least ``size`` bytes with any content."""
+        try:
+            buffer = self._free.get_nowait()
+        except queue.Empty:
+            return bytearray(size)
+        return buffer if len(buffer) >= size else bytearray(size)
+
+    def give(self, buffer: bytearray) -> None:
+        self._free.put(buffer)
+
+
+def read_part(part: ChunkPart, locate: Locate, buffer: bytearray) -> memoryview:
+    """The part's bytes, read into ``buffer`` and checked against the chunk's digest.
+
+    Raises:
+        ChunkMissing, ChunkDamaged
+    """
+    view = memoryview(buffer)
+    try:
+        whole = chunkfiles.read_into(locate(part.digest), part.digest, part.size, view)
+    except ChunkMissing:  # it may just have been published: renamed between the two steps
+        whole = chunkfiles.read_into(locate(part.digest), part.digest, part.size, view)
+    return whole[part.offset : part.offset + part.length]
+
+
+def stream(
+    recipe: Recipe, locate: Locate, pool: ThreadPoolExecutor, ahead: int
+) -> Iterator[memoryview]:
+    """Yield the recipe's bytes in order; each piece is valid until the next is asked for.
+
+    Up to ``ahead`` chunks are read and checked in ``pool`` meanwhile.
+
+    Raises:
+        ChunkMissing, ChunkDamaged
+    """
+    buffers = Buffers()
+    window: deque[tuple[Future[memoryview], bytearray]] = deque()
+    upcoming = recipe.chunks()
+    try:
+        for part in recipe.parts:
+            if isinstance(part, DataPart):
+                yield memoryview(part.data)
+            elif isinstance(part, ChunkPart):
+                while len(window) < ahead and (following := next(upcoming, None)):
+                    buffer = buffers.take(following.size)
+                    window.append((pool.submit(read_part, following, locate, buffer), buffer))
+                future, buffer = window.popleft()
+                yield future.result()
+                buffers.give(buffer)
+            else:
+                for start in range(0, part.length, len(_ZEROS)):
+                    yield memoryview(_ZEROS)[: min(len(_ZEROS), part.length - start)]
+    finally:
+        for future, _ in window:
+            future.cancel()
