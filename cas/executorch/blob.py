@@ -1,0 +1,145 @@
+"""`StoredBytes`: what ExecuTorch holds in place of weight bytes during a capture."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator
+from typing import Any, Final, NoReturn, Protocol
+
+from executorch.exir._serialize._cord import FileBackedData
+
+from cas.errors import UsageError
+from cas.executorch.errors import CaptureEnded
+from cas.manifest import Recipe
+
+#: Longer data may still be turned into ``bytes``, with a warning: it defeats the purpose.
+LARGE_READ: Final = 64 << 20
+
+#: ExecuTorch compares lengths and this many leading bytes before it compares digests.
+PREFIX: Final = 32
+
+
+class LargeReadWarning(ResourceWarning):
+    """Stored weights were read back into memory in one piece."""
+
+
+class RecipeReader(Protocol):
+    """The part of a store's writer that gives bytes back."""
+
+    def read(self, recipe: Recipe, offset: int = 0, length: int | None = None, /) -> bytes: ...
+
+    def stream(self, recipe: Recipe, /) -> Iterator[memoryview]: ...
+
+
+class StoredSource:
+    """The bytes behind a capture's `StoredBytes`, for as long as the capture lasts."""
+
+    def __init__(self, reader: RecipeReader) -> None:
+        self._reader: RecipeReader | None = reader
+        self._sha256: dict[Recipe, bytes] = {}
+
+    def reader(self) -> RecipeReader:
+        if self._reader is None:
+            raise CaptureEnded("stored weights are read")
+        return self._reader
+
+    def end(self) -> None:
+        """Every later read is refused with `CaptureEnded`."""
+        self._reader = None
+
+    def learn_sha256(self, recipe: Recipe, digest: bytes) -> None:
+        """Remember a digest that somebody computed from the bytes themselves."""
+        self._sha256.setdefault(recipe, digest)
+
+    def sha256(self, recipe: Recipe) -> bytes:
+        known = self._sha256.get(recipe)
+        if known is None:
+            hasher = hashlib.sha256()
+            for piece in self.reader().stream(recipe):
+                hasher.update(piece)
+            known = self._sha256[recipe] = hasher.digest()
+        return known
+
+
+class StoredBytes(FileBackedData):  # type: ignore[misc]
+    """Bytes that lie in the store, in the shape ExecuTorch accepts wherever it accepts ``bytes``.
+
+    It is a value: it owns no file and no memory beyond the first few bytes, so copying it, losing
+    it in a traceback or finalizing it at exit neither leaks nor deletes anything. Two of them are
+    equal if their content is. The base class's constructor is deliberately not called, for that
+    one would take over a file.
+    """
+
+    def __init__(self, source: StoredSource, recipe: Recipe, prefix: bytes) -> None:
+        self._source = source
+        self._recipe = recipe
+        self._prefix = prefix
+
+    @property
+    def recipe(self) -> Recipe:
+        return self._recipe
+
+    @property
+    def source(self) -> StoredSource:
+        return self._source
+
+    def __len__(self) -> int:
+        return self._recipe.size
+
+    def prefix(self, size: int) -> bytes:
+        if size <= len(self._prefix) or len(self._prefix) == len(self):
+            return self._prefix[:size]
+        return self._source.reader().read(self._recipe, 0, min(size, len(self)))
+
+    def sha256(self) -> bytes:
+        """The SHA-256 of the bytes: ExecuTorch compares it with those of plain ``bytes``."""
+        return self._source.sha256(self._recipe)
+
+    def to_bytes(self) -> bytes:
+        if len(self) > LARGE_READ:
+            warnings.warn(
+                f"{len(self)} bytes of stored weights are read into memory; write the program "
+                "with `cap.save(...)` or `write_to_file` instead of using `.buffer` or bytes()",
+                LargeReadWarning,
+                stacklevel=3,
+            )
+        return self._source.reader().read(self._recipe)
+
+    def __bytes__(self) -> bytes:
+        return self.to_bytes()
+
+    def write_to_file(self, outfile: Any) -> None:
+        """Write the bytes to an open binary file, through a bounded buffer."""
+        for piece in self._source.reader().stream(self._recipe):
+            outfile.write(piece)
+
+    def close(self) -> None:
+        """Nothing to close: the store owns the bytes."""
+
+    @classmethod
+    def move_from(cls, path: str, sha256: bytes | None = None) -> NoReturn:
+        raise UsageError("stored bytes take over no file; put them into a store")
+
+    def __copy__(self) -> StoredBytes:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredBytes:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StoredBytes):
+            return NotImplemented
+        return self._recipe == other._recipe
+
+    def __hash__(self) -> int:
+        return hash(self._recipe)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            "stored weights cannot be pickled, for they lie in a store; save the program with "
+            "`cap.save(...)`, or pickle one that was made outside the capture"
+        )
+
+    def __repr__(self) -> str:
+        return f"<StoredBytes of {len(self)} bytes>"

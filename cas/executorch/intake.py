@@ -1,0 +1,85 @@
+"""Takes the bytes ExecuTorch hands over and gives back what it is to hold instead."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeAlias
+
+import torch
+from executorch.exir._serialize._cord import FileBackedData
+
+from cas.executorch.blob import PREFIX, RecipeReader, StoredBytes, StoredSource
+from cas.executorch.labels import Labels
+from cas.torch.mapping import ChunkFiles
+from cas.torch.streaming import ChunkSink, memory_view, storage_view
+
+#: Shorter data stays plain bytes: a chunk file takes a file system block of 4 KiB anyway, and a
+#: recipe holds literals of up to as much.
+THRESHOLD: Final = 4096
+
+Held: TypeAlias = "bytes | StoredBytes"
+
+
+class CaptureWriter(ChunkSink, RecipeReader, ChunkFiles, Protocol):
+    """What a capture needs of a store's writer."""
+
+
+class Intake:
+    """Puts data into the store as it appears. Data below ``threshold`` bytes is left alone."""
+
+    def __init__(self, writer: CaptureWriter, threshold: int = THRESHOLD) -> None:
+        self.writer = writer
+        self.threshold = threshold
+        self.source = StoredSource(writer)
+        self.labels = Labels()
+        self._files: weakref.WeakKeyDictionary[Any, StoredBytes] = weakref.WeakKeyDictionary()
+
+    def keep(self, data: bytes | memoryview, sha256: bytes | None = None) -> Held:
+        """``sha256`` is the digest of ``data``, if somebody has computed it already."""
+        if len(data) < max(self.threshold, 1):
+            return data if isinstance(data, bytes) else bytes(data)
+        return self._stored(data, sha256)
+
+    def keep_tensor(self, tensor: torch.Tensor) -> Held | None:
+        """The bytes that ExecuTorch would take of a tensor; None where it would fail to.
+
+        That is the elements of a contiguous tensor, and the whole storage of any other one.
+        """
+        if tensor.device.type != "cpu" or tensor.requires_grad:
+            return None
+        if not tensor.is_contiguous():
+            return self.keep(storage_view(tensor.untyped_storage()))
+        view = memory_view(tensor)
+        return None if view is None else self.keep(view)
+
+    def keep_file(self, data: Any) -> Any:
+        """ExecuTorch's own file-backed data; its file is read once and stays its owner's.
+
+        It is not closed: callers may add the same object under a second name.
+        """
+        if isinstance(data, StoredBytes) or len(data) < max(self.threshold, 1):
+            return data
+        stored = self._files.get(data)
+        if stored is None:
+            with open(Path(data._path), "rb", buffering=0) as file:
+                recipe = self.writer.put_stream(file)
+            stored = StoredBytes(self.source, recipe, data.prefix(PREFIX))
+            if data._sha256 is not None:
+                self.source.learn_sha256(recipe, data._sha256)
+            self._files[data] = stored
+        return stored
+
+    def keep_any(self, data: Any) -> Any:
+        """`keep` or `keep_file`, by type; anything else is given back for ExecuTorch to judge."""
+        if isinstance(data, FileBackedData):
+            return self.keep_file(data)
+        if isinstance(data, (bytes, memoryview)):
+            return self.keep(data)
+        return data
+
+    def _stored(self, data: bytes | memoryview, sha256: bytes | None) -> StoredBytes:
+        recipe = self.writer.put(data)
+        if sha256 is not None:
+            self.source.learn_sha256(recipe, sha256)
+        return StoredBytes(self.source, recipe, bytes(data[:PREFIX]))

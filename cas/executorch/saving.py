@@ -1,0 +1,70 @@
+"""From a finished program to a committed artifact and its assembled files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cas.errors import PermissionRefused, UsageError
+from cas.executorch.seams import executorch_version
+from cas.manifest import Json
+from cas.version import __version__
+from cas.writer import Commit
+
+
+@dataclass(frozen=True, slots=True)
+class SaveResult:
+    """What one `Capture.save` did. ``paths`` are the assembled files, the .pte first."""
+
+    commit: Commit
+    paths: tuple[Path, ...]
+    seconds: float
+
+
+def check_destination(directory: Path, names: Iterable[str]) -> None:
+    """Make ``directory`` and see that the files can be written: before anything is committed.
+
+    Raises:
+        UsageError: the directory is a file, or a file to be written is a directory.
+        PermissionRefused: it cannot be made, or not be written to.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UsageError(f"cannot write to {directory}: a file is in the way") from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PermissionRefused(directory, "make the directory", reason) from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise PermissionRefused(directory, "write to", "permission denied")
+    for name in names:
+        if (directory / name).is_dir():
+            raise UsageError(f"cannot write {directory / name}: a directory is in the way")
+
+
+def build_provenance(
+    program: Any,
+    given: Mapping[str, Json] | None,
+    command: Sequence[str] | None,
+    created: str | None,
+) -> dict[str, Json]:
+    """How the artifact came to be. What the caller gives wins over what is found here."""
+    found: dict[str, Json] = {
+        "exporter": "executorch",
+        "methods": [*sorted(str(name) for name in program.methods)],
+        "versions": {
+            "cas": __version__,
+            "executorch": executorch_version(),
+            "torch": str(torch.__version__),
+        },
+    }
+    if command is not None:
+        found["command"] = [str(word) for word in command]
+    if created is not None:
+        found["created"] = created
+    return {**found, **(given or {})}
