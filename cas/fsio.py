@@ -88,7 +88,10 @@ def write_all(fd: int, data: Buffer, offset: int | None = None) -> None:
 
 
 def create_file(path: Path, data: Buffer, *, mode: int, sync: bool) -> None:
-    """Create ``path`` (it must not exist) holding ``data``, with exactly ``mode``."""
+    """Create ``path`` (it must not exist) holding ``data``, with exactly ``mode``.
+
+    If that fails, on a full disk say, nothing stays at ``path``, so the caller can try again.
+    """
     step("create", path)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
@@ -97,6 +100,10 @@ def create_file(path: Path, data: Buffer, *, mode: int, sync: bool) -> None:
         if sync:
             step("sync", path)
             os.fdatasync(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            os.unlink(path)
+        raise
     finally:
         os.close(fd)
 
@@ -197,7 +204,12 @@ def remove_tree(path: Path) -> None:
 def replace_file(path: Path, data: Buffer, *, mode: int, temporary: Path) -> None:
     """Durably put ``data`` at ``path``, whole or not at all, by way of ``temporary``."""
     create_file(temporary, data, mode=mode, sync=True)
-    rename(temporary, path)
+    try:
+        rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
     sync_path(path.parent)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +21,6 @@ from cas.errors import Busy, CasError, NoSpace, RefNotFound
 from cas.index import Transaction
 from cas.layout import is_writer_id
 from cas.progress import SILENT, Progress
-from cas.refs import RefId
 from cas.store import Store
 
 BATCH = 256
@@ -34,22 +34,30 @@ class Marks:
 
     chunks: set[Digest] = field(default_factory=set)
     manifests: set[Digest] = field(default_factory=set)
-    refs: set[RefId] = field(default_factory=set)
-    problems: list[str] = field(default_factory=list)
+    announced: set[Digest] = field(default_factory=set)
+    problems: dict[str, str] = field(default_factory=dict)
 
     def add_refs(self, context: Context) -> None:
-        """Mark from every ref that is not marked yet."""
+        """Mark from every ref.
+
+        Each is read again each time: a name that was removed and committed anew has its old
+        generation number, and another manifest.
+        """
         for ref_id in refs.ids(context.layout):
-            if ref_id in self.refs:
-                continue
             try:
                 digest = refs.read(context.layout, ref_id).manifest
                 self._add_manifest(context, digest)
             except RefNotFound:
                 continue  # removed meanwhile
             except CasError as error:
-                self.problems.append(f"{ref_id}: {error}")
-            self.refs.add(ref_id)
+                self.problems[str(ref_id)] = str(error)
+
+    def listed(self) -> tuple[str, ...]:
+        """The problems, as text."""
+        return tuple(f"{what}: {why}" for what, why in self.problems.items())
+
+    def keeps_manifest(self, digest: Digest) -> bool:
+        return digest in self.manifests or digest in self.announced
 
     def add_leases(self, context: Context) -> None:
         """Mark from the leases of live processes."""
@@ -57,12 +65,14 @@ class Marks:
         self.chunks |= leased.chunks
         for digest in leased.manifests - self.manifests:
             if not context.layout.manifest(digest).exists():
-                self.manifests.add(digest)  # about to be written; its chunks are leased singly
+                # About to be written; its chunks are leased singly. Not marked: once it is there,
+                # a ref that names it must still bring its chunks in.
+                self.announced.add(digest)
                 continue
             try:
                 self._add_manifest(context, digest)
             except CasError as error:
-                self.problems.append(f"a manifest in use: {error}")
+                self.problems[str(digest)] = f"in use: {error}"
 
     def _add_manifest(self, context: Context, digest: Digest) -> None:
         if digest not in self.manifests:
@@ -82,7 +92,8 @@ class Garbage:
 class Plan:
     """What gc would delete, as found when it was made.
 
-    ``spared`` counts unused chunks within grace. ``problems`` forbid deleting any chunk or
+    ``spared`` counts unused chunks within grace; ``stale_entries`` says that the index still
+    counts chunks that a killed gc has deleted. ``problems`` forbid deleting any chunk or
     manifest: something that cannot be read might name them.
     """
 
@@ -94,6 +105,7 @@ class Plan:
     spared: int
     problems: tuple[str, ...]
     marks: Marks
+    stale_entries: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +132,7 @@ def plan(store: Store, *, grace: float = 0) -> Plan:
     marks = Marks()
     marks.add_leases(context)  # before the refs: a writer commits first and then ends its lease
     marks.add_refs(context)
-    dead, spared = _unused_chunks(context, marks, grace)
+    dead, spared, stale = _unused_chunks(context, marks, grace)
     manifests = _unused_manifests(context, marks, grace)
     writers = tuple(_dead_writers(context))
     if marks.problems:
@@ -132,8 +144,9 @@ def plan(store: Store, *, grace: float = 0) -> Plan:
         dead_bytes=sum(item.size for item in dead),
         staged_bytes=sum(tree_size(context.layout.staging(writer)) for writer in writers),
         spared=spared,
-        problems=tuple(marks.problems),
+        problems=marks.listed(),
         marks=marks,
+        stale_entries=stale,
     )
 
 
@@ -156,24 +169,28 @@ def execute(store: Store, made: Plan, progress: Progress = SILENT) -> Report:
             freed += size
             progress.advance(sum(item.size for item in chunks))
         _remove_empty_names(context)
+        if made.stale_entries:
+            context.index.forget_vanished()
         progress.finish()
     return Report(
-        len(made.chunks), made.dead_bytes, freed, made.spared + spared, tuple(made.marks.problems)
+        len(made.chunks), made.dead_bytes, freed, made.spared + spared, made.marks.listed()
     )
 
 
 # --- planning -----------------------------------------------------------------------------------
 
 
-def _unused_chunks(context: Context, marks: Marks, grace: float) -> tuple[list[Garbage], int]:
+def _unused_chunks(context: Context, marks: Marks, grace: float) -> tuple[list[Garbage], int, bool]:
+    """(dead chunks, number of those within grace, whether the index counts more than there are)."""
     dead: list[Garbage] = []
-    spared = 0
-    candidates = [
-        (digest, entry)
-        for digest, entry in chunkfiles.walk(context.layout.chunks)
-        if digest not in marks.chunks
-    ]
+    spared = files = 0
+    candidates = []
+    for digest, entry in chunkfiles.walk(context.layout.chunks):
+        files += 1
+        if digest not in marks.chunks:
+            candidates.append((digest, entry))
     with context.index.read() as txn:
+        stale = txn.totals()[0] > files
         for digest, entry in candidates:
             with contextlib.suppress(FileNotFoundError):
                 stat = entry.stat(follow_symlinks=False)
@@ -183,7 +200,7 @@ def _unused_chunks(context: Context, marks: Marks, grace: float) -> tuple[list[G
                     spared += 1
                 else:
                     dead.append(Garbage(digest, stat.st_size))
-    return dead, spared
+    return dead, spared, stale
 
 
 def _unused_manifests(context: Context, marks: Marks, grace: float) -> list[Garbage]:
@@ -191,7 +208,7 @@ def _unused_manifests(context: Context, marks: Marks, grace: float) -> list[Garb
     for digest, entry in chunkfiles.walk(context.layout.manifests):
         with contextlib.suppress(FileNotFoundError):
             stat = entry.stat(follow_symlinks=False)
-            if digest not in marks.manifests and not _within(context, stat.st_mtime, grace):
+            if not marks.keeps_manifest(digest) and not _within(context, stat.st_mtime, grace):
                 dead.append(Garbage(digest, stat.st_size))
     return dead
 
@@ -253,7 +270,7 @@ def _batch(context: Context, marks: Marks) -> Iterator[Transaction]:
 def _delete_manifests(context: Context, marks: Marks, batch: Sequence[Garbage]) -> None:
     with _batch(context, marks):
         for item in batch:
-            if item.digest not in marks.manifests and not marks.problems:
+            if not marks.keeps_manifest(item.digest) and not marks.problems:
                 fsio.unlink(context.layout.manifest(item.digest))
 
 
@@ -281,9 +298,10 @@ def _remove_dead_writers(context: Context) -> int:
     """Remove staging and leases of ended processes; return the bytes that were staged."""
     freed = 0
     for writer in _dead_writers(context):
-        freed += tree_size(context.layout.staging(writer))
-        fsio.remove_tree(context.layout.staging(writer))
-    leases.remove_dead(context.layout)
+        staging = context.layout.staging(writer)
+        size = tree_size(staging)
+        if leases.remove_dead(context.layout, writer, partial(fsio.remove_tree, staging)):
+            freed += size
     with context.index.write():  # no rebuild is under way inside a transaction
         for name in os.listdir(context.layout.tmp):
             if name.startswith(("index-", "header-")):

@@ -13,7 +13,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from cas import fsio
@@ -46,8 +46,10 @@ class Lease:
     def __init__(self, layout: Layout, modes: fsio.Modes) -> None:
         self.layout = layout
         self.id, self._lock = _create(layout, modes)
+        self._pid = os.getpid()
         self._mutex = threading.Lock()
         self._held: set[bytes] = set()
+        self._size = 0
 
     def add_chunks(self, digests: Iterable[Digest]) -> None:
         """Protect chunks; they are protected when this returns."""
@@ -62,13 +64,24 @@ class Lease:
             fresh = [kind + digest for digest in digests if kind + digest not in self._held]
             if fresh:
                 fsio.step("lease", self._lock.path)
-                fsio.write_all(self._lock.fd, b"".join(fresh))
+                data = b"".join(fresh)
+                with fsio.os_errors(self._lock.path):
+                    # At its own offset: what a full disk cut short is overwritten by the next
+                    # attempt, instead of putting every later record out of step.
+                    fsio.write_all(self._lock.fd, data, self._size)
+                self._size += len(data)
                 self._held.update(fresh)
 
+    @property
+    def is_mine(self) -> bool:
+        """False in a child that inherited the lease through fork()."""
+        return self._pid == os.getpid()
+
     def close(self) -> None:
-        """End the protection."""
+        """End the protection. A forked child only closes its copy of the descriptor."""
         if self._lock.fd >= 0:
-            fsio.unlink(self._lock.path)
+            if self.is_mine:
+                fsio.unlink(self._lock.path)
             self._lock.close()
 
 
@@ -88,44 +101,64 @@ def read_live(layout: Layout) -> Leased:
     """What live processes protect now."""
     leased = Leased()
     for writer in _writers(layout):
-        with contextlib.suppress(FileNotFoundError):  # it ended meanwhile
-            fd = os.open(layout.lease(writer), os.O_RDWR | os.O_CLOEXEC)
-            lock = fsio.FileLock(layout.lease(writer), fd)
-            try:
-                if not lock.try_exclusive():
-                    leased.add_records(layout.lease(writer).read_bytes())
-            finally:
-                lock.close()
+        with contextlib.suppress(FileNotFoundError), _probe(layout, writer) as lock:
+            if not lock.try_exclusive():
+                leased.add_records(_read(lock.fd))
     return leased
 
 
 def is_live(layout: Layout, writer: str) -> bool:
     """Whether the process that took this lease still holds it."""
     try:
-        fd = os.open(layout.lease(writer), os.O_RDWR | os.O_CLOEXEC)
+        with _probe(layout, writer) as lock:
+            return not lock.try_exclusive()
     except FileNotFoundError:
         return False
-    lock = fsio.FileLock(layout.lease(writer), fd)
+
+
+def remove_dead(layout: Layout, writer: str, clean: Callable[[], None]) -> bool:
+    """Call ``clean`` and unlink the lease, if its process is gone; False if it is not.
+
+    The lock is held meanwhile: a writer that has just created the file, and was not quick enough
+    to lock it, finds it taken and chooses another name instead of losing what it stages.
+    """
     try:
-        return not lock.try_exclusive()
+        with _probe(layout, writer) as lock:
+            if not lock.try_exclusive():
+                return False
+            clean()
+            fsio.unlink(lock.path)
+            return True
+    except FileNotFoundError:  # no lease: a writer removes it last, and takes it first
+        clean()
+        return True
+
+
+@contextlib.contextmanager
+def _probe(layout: Layout, writer: str) -> Iterator[fsio.FileLock]:
+    """Another process's lease, to try its lock; reading is all the permission that needs.
+
+    Raises:
+        FileNotFoundError: the writer has ended.
+        PermissionRefused
+    """
+    path = layout.lease(writer)
+    with fsio.os_errors(path, "read"):
+        lock = fsio.FileLock(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    try:
+        yield lock
     finally:
         lock.close()
 
 
-def remove_dead(layout: Layout) -> list[str]:
-    """Unlink the leases whose process is gone; return their ids."""
-    removed = []
-    for writer in _writers(layout):
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(layout.lease(writer), os.O_RDWR | os.O_CLOEXEC)
-            lock = fsio.FileLock(layout.lease(writer), fd)
-            try:
-                if lock.try_exclusive() and lock.is_current():
-                    fsio.unlink(lock.path)
-                    removed.append(writer)
-            finally:
-                lock.close()
-    return removed
+def _read(fd: int) -> bytes:
+    """All of a file, through a descriptor: its name may be gone by now."""
+    pieces = []
+    offset = 0
+    while piece := os.pread(fd, 1 << 20, offset):
+        pieces.append(piece)
+        offset += len(piece)
+    return b"".join(pieces)
 
 
 def _writers(layout: Layout) -> list[str]:

@@ -6,6 +6,7 @@ of everything the library writes, so it appears whole (linked from a durable tem
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,13 +53,14 @@ class Ref:
 
 
 def names(layout: Layout) -> list[str]:
-    """All names, sorted. A directory that is no valid name is not one of ours and is left out."""
+    """All names, sorted. What is no directory with a valid name is not ours and is left out."""
     found = []
-    for directory in os.listdir(layout.refs):
-        try:
-            found.append(unescape_ref_name(directory))
-        except InvalidName:
-            continue
+    with os.scandir(layout.refs) as entries:
+        for entry in entries:
+            with contextlib.suppress(InvalidName):
+                name = unescape_ref_name(entry.name)
+                if entry.is_dir():
+                    found.append(name)
     return sorted(found)
 
 
@@ -83,14 +85,17 @@ def read(layout: Layout, ref: RefId) -> Ref:
 
     Raises:
         RefNotFound: it does not exist.
-        RefDamaged: its file does not hold a digest.
+        RefDamaged: its file does not hold a digest, or cannot be read.
+        PermissionRefused
     """
     path = layout.ref(ref.name, ref.generation)
     try:
-        with open(path, "rb") as file:
+        with fsio.os_errors(path, "read"), open(path, "rb") as file:
             data = file.read(128)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise RefNotFound(ref.name, ref.generation) from None
+    except OSError as error:
+        raise RefDamaged(path, f"cannot be read ({error.strerror})") from error
     try:
         text = data.decode("ascii")
         if not text.endswith("\n"):
@@ -149,11 +154,13 @@ def create(
     fsio.make_directory(directory, modes.directory)
     fsio.sync_path(layout.refs)
     fsio.create_file(temporary, f"{manifest}\n".encode(), mode=modes.data, sync=True)
-    generation = max(generations(layout, name), default=0) + 1
-    while not fsio.link_exclusive(temporary, layout.ref(name, generation)):
-        generation += 1
-    fsio.sync_path(directory)
-    fsio.unlink(temporary)
+    try:
+        generation = max(generations(layout, name), default=0) + 1
+        while not fsio.link_exclusive(temporary, layout.ref(name, generation)):
+            generation += 1
+        fsio.sync_path(directory)
+    finally:
+        fsio.unlink(temporary)  # also after a failure, so that the writer can try again
     return Ref(name, generation, manifest)
 
 
