@@ -13,147 +13,37 @@ stamp does not fit and that then fails LMDB's structural check, is rebuilt from 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
 import secrets
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lmdb
-from lmdb import verify as lmdb_verify
 
 from cas import chunkfiles, fsio
+from cas.database import (
+    DAMAGE,
+    Database,
+    Entry,
+    Transaction,
+    find_damage,
+    identity,
+    lmdb_errors,
+    stamp,
+)
 from cas.digest import Digest
-from cas.errors import Refused
+from cas.errors import Refused, StoreDamaged
 from cas.layout import Layout
 
+__all__ = ["Entry", "Index", "Transaction"]
+
 logger = logging.getLogger(__name__)
-
-SCHEMA = b"1"
-#: Address space, not memory or disk. A process with a smaller limit falls back to less.
-_MAP_SIZES = (64 << 30, 4 << 30, 512 << 20)
-_VALUE = struct.Struct("<QQQ")
-_COUNTER = struct.Struct("<QQ")
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What the index knows of a chunk; times are whole seconds since the epoch."""
-
-    size: int
-    last_seen: int
-    last_verified: int
-
-
-class Transaction:
-    """Reads, and in a write transaction changes, entries. Valid inside its ``with`` only."""
-
-    def __init__(self, txn: lmdb.Transaction, chunks: Any, meta: Any) -> None:
-        self._txn = txn
-        self._chunks = chunks
-        self._meta = meta
-        self._delta = [0, 0]
-
-    def get(self, digest: Digest) -> Entry | None:
-        value = self._txn.get(digest, db=self._chunks)
-        if value is None or len(value) != _VALUE.size:
-            return None
-        return Entry(*_VALUE.unpack(value))
-
-    def put(self, digest: Digest, entry: Entry) -> None:
-        """Insert or replace an entry."""
-        old = self.get(digest)
-        value = _VALUE.pack(entry.size, entry.last_seen, entry.last_verified)
-        self._txn.put(digest, value, db=self._chunks)
-        self._delta[0] += old is None
-        self._delta[1] += entry.size - (0 if old is None else old.size)
-
-    def delete(self, digest: Digest) -> None:
-        """Remove an entry, if there is one."""
-        old = self.get(digest)
-        if old is not None:
-            self._txn.delete(digest, db=self._chunks)
-            self._delta[0] -= 1
-            self._delta[1] -= old.size
-
-    def items(self) -> Iterator[tuple[Digest, Entry]]:
-        """All entries in digest order."""
-        for key, value in self._txn.cursor(db=self._chunks):
-            if len(key) == 32 and len(value) == _VALUE.size:
-                yield Digest(bytes(key)), Entry(*_VALUE.unpack(value))
-
-    def totals(self) -> tuple[int, int]:
-        """(number of chunks, their bytes)."""
-        value = self._txn.get(b"totals", db=self._meta)
-        count, size = (0, 0) if value is None else _COUNTER.unpack(value)
-        return (count + self._delta[0], size + self._delta[1])
-
-    def settle(self) -> None:
-        """Write the totals that this transaction's changes make."""
-        if any(self._delta):
-            count, size = self.totals()
-            value = _COUNTER.pack(max(count, 0), max(size, 0))
-            self._txn.put(b"totals", value, db=self._meta)
-            self._delta = [0, 0]
-
-
-class _Database:
-    """One open LMDB environment and the identity of its file."""
-
-    def __init__(self, path: Path, mode: int) -> None:
-        self.env = _open_environment(path, mode)
-        try:
-            self.chunks = self.env.open_db(b"chunks")
-            self.meta = self.env.open_db(b"meta")
-            self.identity = _identity(path)
-            _set_modes(path, mode)
-            with self.env.begin(write=True) as txn:
-                if (txn.get(b"schema", db=self.meta) or SCHEMA) != SCHEMA:
-                    raise lmdb.VersionMismatchError("another schema of this library")
-                if txn.get(b"schema", db=self.meta) is None:
-                    txn.put(b"schema", SCHEMA, db=self.meta)
-            self.env.reader_check()
-        except BaseException:
-            self.env.close()
-            raise
-
-    def begin(self, write: bool) -> lmdb.Transaction:
-        try:
-            return self.env.begin(write=write)
-        except lmdb.MapResizedError:  # another process has a larger map
-            self.env.set_mapsize(0)
-            return self.env.begin(write=write)
-
-
-def _open_environment(path: Path, mode: int) -> lmdb.Environment:
-    for size in _MAP_SIZES:
-        with contextlib.suppress(lmdb.MemoryError):
-            # Never writemap: a full disk would then be a SIGBUS instead of an error.
-            return lmdb.open(
-                str(path), map_size=size, max_dbs=4, mode=mode, max_readers=1024, readahead=False
-            )
-    raise Refused(f"{path} cannot be mapped: raise the address space limit (ulimit -v)")
-
-
-def _set_modes(path: Path, mode: int) -> None:
-    """LMDB creates its files under the process's umask; a shared store has its own."""
-    for file in (path / "data.mdb", path / "lock.mdb"):
-        with contextlib.suppress(PermissionError):  # another user's file: its mode is right
-            os.chmod(file, mode)
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    try:
-        stat = os.stat(path / "data.mdb")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return (stat.st_dev, stat.st_ino)
 
 
 class Index:
@@ -175,7 +65,8 @@ class Index:
         self._mutex = threading.RLock()
         self._depth = 0
         self._lock = fsio.FileLock.open(layout.index_lock, modes.file)
-        self._database: _Database | None = None
+        self._suspect = False
+        self._database: Database | None = None
 
     @classmethod
     def open(
@@ -185,13 +76,34 @@ class Index:
         key = (stat.st_dev, stat.st_ino)
         with cls._registry:
             index = cls._open.get(key)
-            if index is None or index._pid != os.getpid():
+            if index is None:
                 index = cls._open[key] = cls(layout, modes, clock)
+            index._require_own_process()
             index._users += 1
             return index
 
+    @classmethod
+    def after_fork(cls) -> None:
+        """Keep a child from using, or closing, what it inherited.
+
+        LMDB forbids both: a close in the child would end its parent's read transactions.
+        """
+        cls._registry = threading.Lock()
+        for index in cls._open.values():
+            if index._database is not None:  # never collected, so never closed
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(index._database.env))
+
+    def _require_own_process(self) -> None:
+        if self._pid != os.getpid():
+            raise Refused(
+                "this store was open when fork() made this process; close it before forking, or "
+                "start workers by spawn or forkserver"
+            )
+
     def close(self) -> None:
         """Give the handle back; the last one closes the database and leaves a stamp."""
+        if self._pid != os.getpid():
+            return
         with self._registry:
             self._users -= 1
             if self._users > 0:
@@ -199,8 +111,7 @@ class Index:
             for key in [key for key, index in self._open.items() if index is self]:
                 del self._open[key]
         with self._mutex:
-            if self._pid == os.getpid():
-                self._close_database()
+            self._close_database()
             self._lock.close()
 
     # --- transactions ---------------------------------------------------------------------------
@@ -209,7 +120,7 @@ class Index:
     def write(self) -> Iterator[Transaction]:
         """The store's mutex. Changes are durable when the block ends, and undone if it raises."""
         path = self.layout.index
-        with self._current() as database, fsio.os_errors(path), _lmdb_errors(path):
+        with self._current() as database, fsio.os_errors(path), self._notice_damage():
             txn = database.begin(write=True)
             transaction = Transaction(txn, database.chunks, database.meta)
             try:
@@ -223,28 +134,28 @@ class Index:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Transaction]:
-        """A consistent view; does not wait for writers."""
+        """A consistent view; waits for other threads of this process, not for other processes."""
         with (
             self._current() as database,
-            _lmdb_errors(self.layout.index),
+            self._notice_damage(),
             database.begin(write=False) as txn,
         ):
             yield Transaction(txn, database.chunks, database.meta)
 
     @contextlib.contextmanager
-    def _current(self) -> Iterator[_Database]:
+    def _current(self) -> Iterator[Database]:
         """Hold the shared lock over the database that ``index/`` names now."""
-        if self._pid != os.getpid():
-            raise Refused("this store was opened before fork(); open it again in the child process")
+        self._require_own_process()
         with self._mutex:
             if self._depth:
                 raise RuntimeError("index transactions do not nest")
             self._depth += 1
             try:
                 while True:
-                    self._lock.shared()
+                    self._take(fsio.FileLock.shared)
                     database = self._database
-                    if database and database.identity == _identity(self.layout.index):
+                    current = database and database.identity == identity(self.layout.index)
+                    if database and current and not self._suspect:
                         break
                     self._lock.unlock()  # flock cannot upgrade in one step, hence the loop
                     self._reopen()
@@ -253,12 +164,44 @@ class Index:
                 self._lock.unlock()
                 self._depth -= 1
 
+    def _take(self, lock: Callable[[fsio.FileLock], None]) -> None:
+        lock(self._lock)
+        while not self._lock.is_current():  # its file was deleted, perhaps with all of the store
+            self._lock.close()
+            self._lock = fsio.FileLock.open(self.layout.index_lock, self.modes.file)
+            lock(self._lock)
+
+    @contextlib.contextmanager
+    def _notice_damage(self) -> Iterator[None]:
+        """Damage that shows only in use has the index rebuilt at next use."""
+        with lmdb_errors(self.layout.index):
+            try:
+                yield
+            except DAMAGE as error:
+                self._suspect = True
+                raise StoreDamaged(
+                    self.layout.index, f"is damaged ({error}); it is rebuilt at its next use"
+                ) from error
+
+    def forget_vanished(self) -> int:
+        """Remove the entries whose chunk file is gone (a gc was killed); return how many."""
+        with self.read() as txn:
+            digests = [digest for digest, _ in txn.items()]
+        lost = [d for d in digests if chunkfiles.size_on_disk(self.layout.chunk(d)) is None]
+        for start in range(0, len(lost), 1024):
+            with self.write() as txn:
+                for digest in lost[start : start + 1024]:
+                    if chunkfiles.size_on_disk(self.layout.chunk(digest)) is None:
+                        txn.delete(digest)
+        return len(lost)
+
     # --- opening, checking, rebuilding ----------------------------------------------------------
 
     def rebuild(self) -> None:
         """Throw the index away and make it again from the chunk files."""
+        self._require_own_process()
         with self._mutex:
-            self._lock.exclusive()
+            self._take(fsio.FileLock.exclusive)
             try:
                 self._close_environment()
                 self._build("as asked")
@@ -267,16 +210,16 @@ class Index:
 
     def _reopen(self) -> None:
         self._close_environment()
-        self._lock.exclusive()
+        self._take(fsio.FileLock.exclusive)
         try:
             reason = self._why_not_usable()
             if reason is None:
                 try:
-                    self._database = _Database(self.layout.index, self.modes.file)
+                    # A full disk or a missing permission is no reason to throw it away.
+                    with fsio.os_errors(self.layout.index), lmdb_errors(self.layout.index):
+                        self._database = Database(self.layout.index, self.modes.file)
                     return
                 except (lmdb.Error, OSError) as error:
-                    if isinstance(error, OSError) and fsio.translate(error, Path()) is not error:
-                        raise
                     reason = f"it does not open ({error})"
             self._build(reason)
         finally:
@@ -284,37 +227,43 @@ class Index:
 
     def _why_not_usable(self) -> str | None:
         data = self.layout.index / "data.mdb"
+        if self._suspect:
+            return "it was found damaged in use"
         if not data.is_file():
             return "it is missing"
-        if self._read_stamp() == _stamp(data):
+        if self._read_stamp() == stamp(data):
             return None
-        try:
-            problems: list[str] = lmdb_verify.verify(str(self.layout.index))  # type: ignore[no-untyped-call]
-        except (lmdb_verify.VerifyError, OSError, ValueError, struct.error) as error:
-            return f"it is not readable ({error})"
-        return f"it is damaged ({problems[0]})" if problems else None
+        return find_damage(self.layout.index)
 
     def _build(self, reason: str) -> None:
         """Make a new index beside the old one and swap. The caller holds the lock exclusively."""
         if self.layout.index.exists() or next(iter(chunkfiles.walk(self.layout.chunks)), None):
             logger.warning("rebuilding the index of %s: %s", self.layout.root, reason)
         fresh = self.layout.tmp / f"index-{secrets.token_hex(8)}"
-        fsio.make_directory(fresh, self.modes.directory)
-        with fsio.os_errors(fresh), _lmdb_errors(fresh):
-            database = _Database(fresh, self.modes.file)
-            try:
-                self._fill(database)
-            finally:
-                database.env.close()
+        try:
+            self._make(fresh)
+        except BaseException:
+            fsio.remove_tree(fresh)  # on a full disk, nothing but the error should stay
+            raise
         old = self.layout.tmp / f"index-{secrets.token_hex(8)}"
         if self.layout.index.exists():
             fsio.rename(self.layout.index, old)
         fsio.rename(fresh, self.layout.index)
         fsio.sync_path(self.layout.root)
         fsio.remove_tree(old)
-        self._database = _Database(self.layout.index, self.modes.file)
+        self._database = Database(self.layout.index, self.modes.file)
+        self._suspect = False
 
-    def _fill(self, database: _Database) -> None:
+    def _make(self, path: Path) -> None:
+        with fsio.os_errors(path), lmdb_errors(path):
+            fsio.make_directory(path, self.modes.directory)
+            database = Database(path, self.modes.file)
+            try:
+                self._fill(database)
+            finally:
+                database.env.close()
+
+    def _fill(self, database: Database) -> None:
         now = int(self.clock())
         for batch in _batched(chunkfiles.walk(self.layout.chunks), 20_000):
             with database.begin(write=True) as txn:
@@ -336,14 +285,14 @@ class Index:
         """Close, and if nobody is in a transaction record that the file is sound as it is."""
         if self._database is None:
             return
-        identity = self._database.identity
+        known = self._database.identity
         self._close_environment()
         data = self.layout.index / "data.mdb"
         if not self._lock.try_exclusive():
             return
         try:
-            if identity == _identity(self.layout.index):
-                text = json.dumps(_stamp(data)).encode()
+            if known == identity(self.layout.index):
+                text = json.dumps(stamp(data)).encode()
                 temporary = self.layout.index / f"stamp-{secrets.token_hex(4)}"
                 fsio.create_file(temporary, text, mode=self.modes.file, sync=False)
                 fsio.rename(temporary, self.layout.index / "stamp")
@@ -359,26 +308,7 @@ class Index:
             return None
 
 
-def _stamp(data: Path) -> list[int]:
-    stat = os.stat(data)
-    return [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-
-
-@contextlib.contextmanager
-def _lmdb_errors(path: Path) -> Iterator[None]:
-    """LMDB wraps ENOSPC and EACCES in errors of its own; give them back their meaning."""
-    try:
-        yield
-    except lmdb.DiskError as error:
-        raise OSError(28, str(error), str(path)) from error
-    except lmdb.MapFullError as error:
-        raise Refused(f"the index at {path} has reached its largest size") from error
-    except lmdb.ReadersFullError as error:
-        raise Refused(f"too many processes read {path}; try again when some have ended") from error
-    except lmdb.Error as error:
-        if "No space left" in str(error):
-            raise OSError(28, str(error), str(path)) from error
-        raise
+os.register_at_fork(after_in_child=Index.after_fork)
 
 
 def _batched(

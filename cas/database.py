@@ -1,0 +1,212 @@
+"""One LMDB environment with the index's tables in it: opening it safely, and its transactions."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lmdb
+from lmdb import verify as lmdb_verify
+
+from cas.digest import Digest
+from cas.errors import Refused
+
+SCHEMA = b"1"
+#: Address space, not memory or disk. A process with a smaller limit falls back to less.
+_MAP_SIZES = (64 << 30, 4 << 30, 512 << 20)
+_MAX_READERS = 1024
+#: At least what LMDB wants for its lock file: a page of mutexes, then a cache line a reader.
+_LOCK_FILE_BYTES = 4096 + 64 * _MAX_READERS
+#: What LMDB reports, while in use, of a file whose pages do not hang together.
+DAMAGE = (
+    lmdb.CorruptedError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
+    lmdb.InvalidError,
+    lmdb.PageFullError,
+    lmdb.CursorFullError,
+)
+_VALUE = struct.Struct("<QQQ")
+_COUNTER = struct.Struct("<QQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the index knows of a chunk; times are whole seconds since the epoch."""
+
+    size: int
+    last_seen: int
+    last_verified: int
+
+
+class Transaction:
+    """Reads, and in a write transaction changes, entries. Valid inside its ``with`` only."""
+
+    def __init__(self, txn: lmdb.Transaction, chunks: Any, meta: Any) -> None:
+        self._txn = txn
+        self._chunks = chunks
+        self._meta = meta
+        self._delta = [0, 0]
+
+    def get(self, digest: Digest) -> Entry | None:
+        value = self._txn.get(digest, db=self._chunks)
+        if value is None or len(value) != _VALUE.size:
+            return None
+        return Entry(*_VALUE.unpack(value))
+
+    def put(self, digest: Digest, entry: Entry) -> None:
+        """Insert or replace an entry."""
+        old = self.get(digest)
+        value = _VALUE.pack(entry.size, entry.last_seen, entry.last_verified)
+        self._txn.put(digest, value, db=self._chunks)
+        self._delta[0] += old is None
+        self._delta[1] += entry.size - (0 if old is None else old.size)
+
+    def delete(self, digest: Digest) -> None:
+        """Remove an entry, if there is one."""
+        old = self.get(digest)
+        if old is not None:
+            self._txn.delete(digest, db=self._chunks)
+            self._delta[0] -= 1
+            self._delta[1] -= old.size
+
+    def items(self) -> Iterator[tuple[Digest, Entry]]:
+        """All entries in digest order."""
+        for key, value in self._txn.cursor(db=self._chunks):
+            if len(key) == 32 and len(value) == _VALUE.size:
+                yield Digest(bytes(key)), Entry(*_VALUE.unpack(value))
+
+    def totals(self) -> tuple[int, int]:
+        """(number of chunks, their bytes)."""
+        value = self._txn.get(b"totals", db=self._meta)
+        if value is None or len(value) != _COUNTER.size:
+            value = bytes(_COUNTER.size)
+        count, size = _COUNTER.unpack(value)
+        return (count + self._delta[0], size + self._delta[1])
+
+    def settle(self) -> None:
+        """Write the totals that this transaction's changes make."""
+        if any(self._delta):
+            count, size = self.totals()
+            value = _COUNTER.pack(max(count, 0), max(size, 0))
+            self._txn.put(b"totals", value, db=self._meta)
+            self._delta = [0, 0]
+
+
+class Database:
+    """One open LMDB environment and the identity of its file."""
+
+    def __init__(self, path: Path, mode: int) -> None:
+        self.env = _open_environment(path, mode)
+        try:
+            self.chunks = self.env.open_db(b"chunks")
+            self.meta = self.env.open_db(b"meta")
+            self.identity = identity(path)
+            _set_modes(path, mode)
+            with self.env.begin(write=True) as txn:
+                if (txn.get(b"schema", db=self.meta) or SCHEMA) != SCHEMA:
+                    raise lmdb.VersionMismatchError("another schema of this library")
+                if txn.get(b"schema", db=self.meta) is None:
+                    txn.put(b"schema", SCHEMA, db=self.meta)
+                counted, _ = Transaction(txn, self.chunks, self.meta).totals()
+                if counted != txn.stat(self.chunks)["entries"]:
+                    raise lmdb.CorruptedError("its count of chunks is wrong")
+            self.env.reader_check()
+        except BaseException:
+            self.env.close()
+            raise
+
+    def begin(self, write: bool) -> lmdb.Transaction:
+        try:
+            return self.env.begin(write=write)
+        except lmdb.MapResizedError:  # another process has a larger map
+            self.env.set_mapsize(0)
+            return self.env.begin(write=write)
+
+
+def _open_environment(path: Path, mode: int) -> lmdb.Environment:
+    _reserve_lock_file(path, mode)
+    for size in _MAP_SIZES:
+        with contextlib.suppress(lmdb.MemoryError):
+            # Never writemap: a full disk would then be a SIGBUS instead of an error.
+            return lmdb.open(
+                str(path),
+                map_size=size,
+                max_dbs=4,
+                mode=mode,
+                max_readers=_MAX_READERS,
+                readahead=False,
+            )
+    raise Refused(f"{path} cannot be mapped: raise the address space limit (ulimit -v)")
+
+
+def _reserve_lock_file(path: Path, mode: int) -> None:
+    """Give LMDB's lock file its blocks now.
+
+    LMDB writes to it through a mapping: with a hole in it, a full disk is a SIGBUS there.
+    """
+    fd = os.open(path / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+    try:
+        os.posix_fallocate(fd, 0, _LOCK_FILE_BYTES)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+    finally:
+        os.close(fd)
+
+
+def _set_modes(path: Path, mode: int) -> None:
+    """LMDB creates its files under the process's umask; a shared store has its own."""
+    for file in (path / "data.mdb", path / "lock.mdb"):
+        with contextlib.suppress(PermissionError):  # another user's file: its mode is right
+            os.chmod(file, mode)
+
+
+def identity(path: Path) -> tuple[int, ...] | None:
+    """Of both files: who deletes only ``lock.mdb`` takes the mutex away from who has it open."""
+    try:
+        data, lock = os.stat(path / "data.mdb"), os.stat(path / "lock.mdb")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return (data.st_dev, data.st_ino, lock.st_dev, lock.st_ino)
+
+
+def find_damage(path: Path) -> str | None:
+    """What is wrong with a database that nobody has a transaction in; None if it may be opened.
+
+    LMDB trusts its pages: one that is damaged can crash the process, so it is not asked.
+    """
+    try:
+        problems: list[str] = lmdb_verify.verify(str(path))  # type: ignore[no-untyped-call]
+    except (lmdb_verify.VerifyError, OSError, ValueError, struct.error) as error:
+        return f"it is not readable ({error})"
+    return f"it is damaged ({problems[0]})" if problems else None
+
+
+def stamp(data: Path) -> list[int]:
+    """What changes whenever the data file does."""
+    stat = os.stat(data)
+    return [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+@contextlib.contextmanager
+def lmdb_errors(path: Path) -> Iterator[None]:
+    """LMDB wraps ENOSPC and EACCES in errors of its own; give them back their meaning."""
+    try:
+        yield
+    except lmdb.DiskError as error:
+        raise OSError(errno.ENOSPC, str(error), str(path)) from error
+    except lmdb.MapFullError as error:
+        raise Refused(f"the index at {path} has reached its largest size") from error
+    except lmdb.ReadersFullError as error:
+        raise Refused(f"too many processes read {path}; try again when some have ended") from error
+    except lmdb.Error as error:
+        if "No space left" in str(error):
+            raise OSError(errno.ENOSPC, str(error), str(path)) from error
+        raise
