@@ -91,7 +91,7 @@ def read_into(
                 raise damaged(digest, path, f"it ended after {done} of {size} bytes", need)
             done += count
     except OSError as error:
-        if error.errno != errno.EIO:
+        if error.errno not in (errno.EIO, errno.EISDIR):
             raise
         raise damaged(digest, path, f"reading failed: {error.strerror}", need) from error
     finally:
@@ -103,10 +103,11 @@ def read_into(
 
 def walk(directory: Path) -> Iterator[tuple[Digest, os.DirEntry[str]]]:
     """Every file below ``chunks/`` or ``manifests/`` that has a digest's name in its place."""
+    top = str(directory)
     for prefix in FANOUT:
         try:
-            entries = os.scandir(directory / prefix)
-        except FileNotFoundError:
+            entries = os.scandir(f"{top}/{prefix}")
+        except (FileNotFoundError, NotADirectoryError):
             continue
         with entries:
             for entry in entries:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ class Context:
     workers: int = DEFAULT_WORKERS
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     _index: Index | None = field(default=None, init=False)
+    _mutex: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @property
     def chunk_size(self) -> int:
@@ -49,13 +51,16 @@ class Context:
             ReadOnlyStore: readers of a read-only store do without the index.
         """
         self.require_writable("use the index")
-        if self._index is None:
-            self._index = Index.open(self.layout, self.modes, self.clock)
-        return self._index
+        with self._mutex:
+            if self._index is None:
+                with fsio.os_errors(self.layout.root):
+                    self._index = Index.open(self.layout, self.modes, self.clock)
+            return self._index
 
     def close(self) -> None:
-        if self._index is not None:
+        with self._mutex:
             index, self._index = self._index, None
+        if index is not None:
             index.close()
 
     def now(self) -> int:
@@ -77,8 +82,9 @@ class Context:
                 fsio.make_directory(staging, self.modes.directory)
             yield lease
         finally:
-            # Staging first: a staging directory without a live lease is gc's to remove.
-            fsio.remove_tree(staging)
+            if lease.is_mine:  # a forked child that leaves the block must not take its parent's
+                # Staging first: a staging directory without a live lease is gc's to remove.
+                fsio.remove_tree(staging)
             lease.close()
 
     def load_manifest(self, digest: Digest) -> Manifest:
@@ -86,6 +92,7 @@ class Context:
 
         Raises:
             ManifestDamaged: it is missing, altered or malformed.
+        PermissionRefused
         """
         return load_manifest(self.layout.manifest(digest), digest)
 
@@ -93,10 +100,12 @@ class Context:
 def load_manifest(path: Path, digest: Digest) -> Manifest:
     """Read and check a manifest file; see `Context.load_manifest`."""
     try:
-        with open(path, "rb") as file:
+        with fsio.os_errors(path, "read"), open(path, "rb") as file:
             data = file.read(MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError:
         raise ManifestDamaged(str(digest), "is missing") from None
+    except OSError as error:
+        raise ManifestDamaged(str(digest), f"cannot be read ({error.strerror})") from error
     if Digest.of(data) != digest:
         raise ManifestDamaged(str(digest), "does not match its digest")
     return Manifest.parse(data)

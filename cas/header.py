@@ -18,7 +18,7 @@ from cas.errors import (
     UnknownFormat,
     UsageError,
 )
-from cas.layout import FORMAT, Layout
+from cas.layout import FANOUT, FORMAT, Layout
 from cas.manifest import canonical_json, load_json, require_keys
 
 
@@ -66,6 +66,8 @@ def read(layout: Layout) -> Header:
         raise StoreNotFound(root) from None
     except NotADirectoryError:
         raise NotAStore(root, "it is a file, or lies below one") from None
+    except IsADirectoryError:
+        raise NotAStore(root, "its cas.json is a directory") from None
     except PermissionError as error:
         raise PermissionRefused(
             root, "read the store at", error.strerror or "permission denied"
@@ -89,9 +91,13 @@ def _parse(root: Path, data: bytes) -> Header:
 
 
 def _is_half_made(layout: Layout) -> bool:
-    """Whether a creation was cut short here: only our own, empty, directories."""
-    ours = {path.name for path in layout.directories()}
-    return all(entry.name in ours and entry.is_dir() for entry in layout.root.iterdir())
+    """Whether a creation was cut short here: only our own directories, with nothing in them."""
+    ours = set(layout.directories())
+    for path in layout.root.rglob("*"):
+        leftover = path.parent == layout.tmp and path.name.startswith("header-")
+        if not leftover and not (path in ours and path.is_dir()):
+            return False
+    return True
 
 
 def create(layout: Layout, chunk_size: int, modes: fsio.Modes) -> Header:
@@ -113,12 +119,29 @@ def create(layout: Layout, chunk_size: int, modes: fsio.Modes) -> Header:
             fsio.create_file(temporary, header.encode(), mode=modes.data, sync=True)
             fsio.link_exclusive(temporary, layout.header)
             fsio.unlink(temporary)
-            fsio.sync_directories([root, layout.chunks, layout.manifests])
+            fsio.sync_directories([root.parent, root, layout.chunks, layout.manifests])
     except OSError as error:
         if error.errno in (errno.ENOTDIR, errno.EEXIST):
             raise NotAStore(root, "it is a file, or lies below one") from None
         raise
     return read(layout)
+
+
+def restore_directories(layout: Layout, modes: fsio.Modes) -> None:
+    """Make the directories that a copy without empty ones, or a hand, took away."""
+    wanted = layout.directories()
+    with fsio.os_errors(layout.root):
+        # Counting names is cheap, and enough: only a store that lacks some is looked at closely.
+        tops = (layout.chunks, layout.manifests)
+        found = sum(len(os.listdir(path)) for path in tops if path.is_dir())
+        flat = wanted[: -len(tops) * len(FANOUT)]
+        if found >= len(tops) * len(FANOUT) and all(path.is_dir() for path in flat):
+            return
+        if os.access(layout.root, os.W_OK | os.X_OK):
+            missing = [path for path in wanted if not path.is_dir()]
+            for path in missing:
+                fsio.make_directory(path, modes.directory)
+            fsio.sync_directories({path.parent for path in missing})
 
 
 def is_writable(layout: Layout) -> bool:

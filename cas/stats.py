@@ -93,6 +93,6 @@ def _staged(context: Context) -> tuple[int, int]:
     for name in os.listdir(context.layout.tmp):
         size = gc.tree_size(context.layout.tmp / name)
         staged += size
-        if not context.read_only and not leases.is_live(context.layout, name):
+        if not leases.is_live(context.layout, name):
             orphaned += size
     return staged, orphaned

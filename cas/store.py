@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from cas import assemble as assembling
 from cas import fsio, header, refs
+from cas.assemble import assembling
 from cas.chunking import DEFAULT_CHUNK_SIZE
 from cas.config import Config
 from cas.context import DEFAULT_BUFFER_BYTES, DEFAULT_WORKERS, Context
@@ -73,6 +73,8 @@ class Store:
         config = Config.load(layout)
         if umask is None and config.umask is not None:
             own = fsio.Modes(config.umask)
+        if not read_only:
+            header.restore_directories(layout, own)
         return cls(
             Context(
                 layout=layout,
@@ -222,10 +224,11 @@ class Store:
         """
         found = self.resolve(ref) if isinstance(ref, str) else ref
         with self.protect(found.manifest):
-            manifest = self.manifest(found)
-            return assembling.assemble(
-                self.context, manifest, Path(directory), progress, verify=verify
-            )
+            recipes = {entry.name: entry.recipe for entry in self.manifest(found).files}
+            with assembling(self.context, recipes, Path(directory), progress) as assembly:
+                for name, recipe in recipes.items():
+                    assembly.write(name, recipe, verify=verify)
+                return assembly.publish()
 
     @contextlib.contextmanager
     def protect(self, manifest: Digest) -> Iterator[None]:

@@ -15,6 +15,7 @@ from cas.digest import Digest
 from cas.errors import CasError, ChunkError, ChunkMissing, RefNotFound
 from cas.index import Entry
 from cas.progress import SILENT, Progress
+from cas.refs import RefId
 from cas.store import Store
 
 _STAMP_EVERY = 1024
@@ -64,6 +65,7 @@ def verify(
     context = store.context
     context.require_writable("verify (it sets damaged chunks aside)")
     found = _check_chunks(context, max_duration, progress)
+    context.index.forget_vanished()
     missing, affected, problems = _check_refs(context)
     return Report(
         found.checked,
@@ -85,7 +87,9 @@ def _check_chunks(context: Context, max_duration: float | None, progress: Progre
     deadline = None if max_duration is None else context.clock() + max_duration
     found = _Found()
     good: dict[Digest, int] = {}
+    seen = 0
     for digest, size, error in _hash_all(context, todo, lambda: _over(context, deadline)):
+        seen += 1
         if isinstance(error, ChunkMissing):
             continue  # removed by a gc since the list was made; manifests are checked below
         found.checked += 1
@@ -100,7 +104,7 @@ def _check_chunks(context: Context, max_duration: float | None, progress: Progre
             good = {}
     _stamp(context, good)
     progress.finish()
-    found.complete = not _over(context, deadline) or found.checked >= len(todo)
+    found.complete = seen == len(todo)
     return found
 
 
@@ -114,7 +118,8 @@ def _oldest_first(context: Context) -> list[tuple[Digest, int]]:
         for digest, file in chunkfiles.walk(context.layout.chunks):
             entry = txn.get(digest)
             with contextlib.suppress(FileNotFoundError):
-                size = entry.size if entry else file.stat().st_size
+                # The file's own size: the entry may be what is damaged.
+                size = file.stat(follow_symlinks=False).st_size
                 listed.append((entry.last_verified if entry else 0, digest, size))
     listed.sort()
     return [(digest, size) for _, digest, size in listed]
@@ -147,6 +152,8 @@ def _result(
 
 def _check_one(context: Context, digest: Digest, size: int) -> ChunkError | None:
     path = context.layout.chunk(digest)
+    if size > context.chunk_size:  # before memory is asked for
+        return chunkfiles.damaged(digest, path, f"it has {size} bytes, more than a chunk can")
     try:
         chunkfiles.read_into(path, digest, size, memoryview(bytearray(size)))
     except ChunkError as error:
@@ -199,17 +206,27 @@ def _check_refs(context: Context) -> tuple[set[Digest], list[str], list[str]]:
                 verdicts[digest] = False
                 wanted = context.load_manifest(digest).chunks()
                 lost = {d for d, size in wanted.items() if not _is_there(context, present, d, size)}
+                if lost and _is_removed(context, ref_id):
+                    del verdicts[digest]  # another ref may still need it
+                    continue
                 missing |= lost
                 verdicts[digest] = not lost
             whole = verdicts[digest]
         except RefNotFound:
             continue
         except CasError as error:
+            if _is_removed(context, ref_id):
+                continue
             problems.append(f"{ref_id}: {error}")
             whole = False
         if not whole:
             affected.append(str(ref_id))
     return missing, affected, problems
+
+
+def _is_removed(context: Context, ref_id: RefId) -> bool:
+    """Whether the ref is gone by now, so that a gc may rightly have taken what it named."""
+    return not context.layout.ref(ref_id.name, ref_id.generation).exists()
 
 
 def _sizes(context: Context) -> dict[Digest, int]:
@@ -230,7 +247,8 @@ def _is_there(context: Context, present: dict[Digest, int], digest: Digest, size
 def quarantined_bytes(context: Context) -> int:
     """Bytes of the chunks that were set aside."""
     total = 0
-    for entry in os.scandir(context.layout.quarantine):
-        with contextlib.suppress(FileNotFoundError):
-            total += entry.stat().st_size
+    with contextlib.suppress(FileNotFoundError):
+        for entry in os.scandir(context.layout.quarantine):
+            with contextlib.suppress(FileNotFoundError):
+                total += entry.stat().st_size
     return total
