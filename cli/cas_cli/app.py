@@ -62,14 +62,15 @@ class App:
         from cas.store import Store
 
         read_only = bool(self.effective("read_only").value)
-        umask = self.effective("umask")
+        # The store knows its own umask, so only one from outside is passed on.
+        umask = resolve(BY_NAME["umask"], self.given.umask, self.environ, {}).value
         if read_only and write:
             raise ReadOnlyStore(self.path, click.get_current_context().info_name or "write")
         with Store.open(
             self.path,
             create=create,
             read_only=read_only,
-            umask=None if umask.from_store else umask.value,
+            umask=umask,
         ) as store:
             yield store
 

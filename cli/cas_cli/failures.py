@@ -38,6 +38,10 @@ _BY_ERRNO = {
 }
 
 
+class OutputGone(Exception):
+    """Nobody reads stdout any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """What the user is told: ``error`` is a stable class name, ``message`` may change."""
@@ -53,8 +57,8 @@ def describe(error: BaseException) -> Failure:
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         message = "interrupted; nothing half-written is kept, and the store is whole"
         return Failure("Interrupted", message, 130)
-    if isinstance(error, BrokenPipeError):
-        return Failure(kind, "the reader of the output went away", 141)
+    if isinstance(error, (BrokenPipeError, OutputGone)):
+        return Failure("OutputGone", "the reader of the output went away", 141)
     if isinstance(error, click.UsageError):
         return Failure("UsageError", _usage(error), 2)
     if isinstance(error, click.ClickException):

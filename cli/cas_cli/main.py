@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import click
 
-from cas_cli.failures import Failure, describe
+from cas_cli.failures import Failure, OutputGone, describe
 from cas_cli.options import Given, Group, wants_json
 
 #: Section -> command -> one line for the list. A test keeps the lines equal to the commands' own.
@@ -79,13 +79,23 @@ class Cas(Group):
             with formatter.section(title):
                 formatter.write_dl(list(commands.items()))
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; pass on by other names what click would answer in its own way."""
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except KeyboardInterrupt as error:
+            raise click.Abort from error
+        except BrokenPipeError as error:
+            raise OutputGone from error
+
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> NoReturn:
         """Run, and always exit: with the documented code, and one line about what failed."""
         args = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
         try:
             code = super().main(args, *rest, **extra)
-            sys.stdout.flush()
         except click.exceptions.Exit as done:
             code = done.exit_code
         except (Exception, KeyboardInterrupt) as error:
@@ -96,7 +106,7 @@ class Cas(Group):
 def report(error: BaseException, args: Sequence[str]) -> int:
     """Tell the user about an error, where they asked to be told."""
     failure = describe(error)
-    if isinstance(error, BrokenPipeError):
+    if isinstance(error, (BrokenPipeError, OutputGone)):
         _abandon_stdout()
         return failure.exit_code
     if _is_verbose(args):

@@ -1,0 +1,171 @@
+"""Running the command, in this process or in one of its own, and stores to run it on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import cas
+
+ROOT = Path(__file__).resolve().parents[2]
+CHUNK = 64 << 10
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run of the command gave."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def store_dir(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def run(store_dir: Path) -> Run:
+    """Run ``cas --store STORE ARGUMENTS`` in this process."""
+    from cas_cli.main import cli
+
+    def call(*arguments: object, env: dict[str, str] | None = None) -> Outcome:
+        args = ["--store", str(store_dir), *map(str, arguments)]
+        result = CliRunner().invoke(cli, args, prog_name="cas", env=env)
+        return Outcome(result.exit_code, result.stdout, result.stderr)
+
+    return call
+
+
+def command_line(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "cas_cli", *map(str, arguments)]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'cli'}", **extra}
+
+
+@pytest.fixture
+def spawn(store_dir: Path) -> Run:
+    """Run the command in a process of its own."""
+
+    def call(*arguments: object, cwd: Path | None = None, **extra: str) -> Outcome:
+        done = subprocess.run(
+            command_line("--store", store_dir, *arguments),
+            env=environment(**extra),
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    return call
+
+
+def content(seed: int, size: int) -> bytes:
+    """Bytes that do not repeat, so that every chunk of them is another."""
+    return cas.Digest.of(seed.to_bytes(8, "big")).hex().encode() + os.urandom(size - 64)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A store with two names, one of them with two generations."""
+
+    path: Path
+    old: bytes
+    new: bytes
+    other: bytes
+
+    def chunk_files(self) -> list[Path]:
+        return sorted(path for path in (self.path / "chunks").rglob("*") if path.is_file())
+
+    def chunk_of(self, data: bytes) -> Path:
+        text = cas.Digest.of(data[:CHUNK]).hex()
+        return next(path for path in self.chunk_files() if path.name == text)
+
+
+@pytest.fixture
+def filled(store_dir: Path) -> Filled:
+    old, new, other = (content(seed, 3 * CHUNK + 17) for seed in (1, 2, 3))
+    with cas.Store.open(store_dir, chunk_size=CHUNK) as store:
+        commit(store, "models/one", old)
+        commit(store, "models/one", new)
+        commit(store, "other", other)
+    return Filled(store_dir, old, new, other)
+
+
+def commit(store: cas.Store, name: str, data: bytes) -> cas.Commit:
+    with store.writer() as writer:
+        recipe = writer.put(data)
+        tensor = cas.TensorEntry(
+            name="weight",
+            dtype="uint8",
+            shape=(len(data),),
+            file="weights.bin",
+            offset=0,
+            nbytes=len(data),
+        )
+        return writer.commit(
+            name,
+            files={"weights.bin": recipe},
+            tensors=[tensor],
+            provenance={"source": "a test", "versions": {"cas": "1"}},
+        )
+
+
+def _mount(path: Path, options: str) -> None:
+    path.mkdir(exist_ok=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A directory on a filesystem of 2 MiB."""
+    path = tmp_path / "small"
+    _mount(path, "size=2m")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.fixture
+def frozen() -> Iterator[Callable[[Path], None]]:
+    """A function that makes a directory unwritable, for root too."""
+    undo: list[list[str]] = []
+
+    def freeze(path: Path) -> None:
+        if os.geteuid() != 0:
+            path.chmod(0o555)
+            undo.append(["chmod", "755", str(path)])
+            return
+        bind = ["mount", "--bind", str(path), str(path)]
+        done = subprocess.run(bind, capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"a read-only bind mount is not permitted here: {done.stderr.strip()}")
+        undo.append(["umount", "-l", str(path)])
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(path)], check=True)
+
+    yield freeze
+    for step in reversed(undo):
+        subprocess.run(step, check=True)

@@ -1,0 +1,178 @@
+"""`rm`, `gc` and `verify`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import cas
+
+from .conftest import CHUNK, Filled, Run, commit
+
+ONE = 3 * CHUNK + 17
+
+
+def refs(run: Run) -> list[str]:
+    return [f"{r['name']}@{r['generation']}" for r in run("ls", "--all", "--json").json["refs"]]
+
+
+def test_rm_removes_one_generation_or_all(run: Run, filled: Filled) -> None:
+    assert run("rm", "models/one@1").out == "removed models/one@1\n"
+    assert refs(run) == ["models/one@2", "other@1"]
+    assert run("rm", "models/one", "other", "--json").json == {
+        "dry_run": False,
+        "removed": ["models/one@2", "other@1"],
+    }
+    assert refs(run) == []
+
+
+def test_rm_of_a_name_and_its_generation_removes_each_once(run: Run, filled: Filled) -> None:
+    outcome = run("rm", "models/one@2", "models/one", "--json")
+    assert outcome.json["removed"] == ["models/one@2", "models/one@1"]
+
+
+def test_rm_dry_run_removes_nothing(run: Run, filled: Filled) -> None:
+    before = refs(run)
+    assert run("rm", "models/one", "-n").out == (
+        "would remove models/one@1\nwould remove models/one@2\n"
+    )
+    assert refs(run) == before
+
+
+def test_rm_with_one_unknown_name_removes_nothing(run: Run, filled: Filled) -> None:
+    before = refs(run)
+    assert run("rm", "other", "unknown").code == 3
+    assert refs(run) == before
+
+
+def test_rm_without_a_name_is_a_usage_error(run: Run, filled: Filled) -> None:
+    assert run("rm").code == 2
+
+
+def test_gc_deletes_what_rm_left_and_nothing_else(run: Run, filled: Filled, tmp_path: Path) -> None:
+    run("rm", "models/one@1")
+    planned = run("gc", "--dry-run", "--json").json
+    assert planned == {
+        "dry_run": True,
+        "dead_chunks": 4,
+        "dead_bytes": ONE,
+        "freed_bytes": 0,
+        "spared": 0,
+        "dropped_refs": [],
+        "dead_manifests": 1,
+        "staged_bytes": 0,
+        "problems": [],
+    }
+    assert len(filled.chunk_files()) == 12
+    done = run("gc", "--json").json
+    assert (done["dry_run"], done["freed_bytes"]) == (False, ONE)
+    assert len(filled.chunk_files()) == 8
+    assert run("assemble", "models/one", "-o", tmp_path / "out").code == 0
+    assert run("verify").code == 0
+    assert run("gc", "--json").json["dead_chunks"] == 0
+
+
+def test_grace_spares_what_is_young(run: Run, filled: Filled) -> None:
+    run("rm", "other")
+    assert run("gc", "--grace", "1h", "--json").json["spared"] == 4
+    assert run("gc", "--json", env={"CAS_GRACE": "1h"}).json["dead_chunks"] == 0
+    run("config", "set", "grace", "1h")
+    assert run("gc", "--json").json["dead_chunks"] == 0
+    assert run("gc", "--grace", "0s", "--json").json["dead_chunks"] == 4
+
+
+def test_gc_leaves_everything_when_a_manifest_cannot_be_read(run: Run, filled: Filled) -> None:
+    digest = run("ls", "other", "--json").json["refs"][0]["manifest"].removeprefix("blake3:")
+    manifest = next((filled.path / "manifests").rglob(digest))
+    manifest.chmod(0o644)
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    run("rm", "models/one")
+    outcome = run("gc", "--json")
+    assert outcome.code == 4
+    assert outcome.json["dead_chunks"] == 0
+    assert digest in outcome.json["problems"][0]
+    assert len(filled.chunk_files()) == 12
+
+
+def test_verify_of_a_whole_store_finds_nothing(run: Run, filled: Filled) -> None:
+    outcome = run("verify", "--json")
+    assert outcome.code == 0
+    assert outcome.json == {
+        "checked_chunks": 12,
+        "checked_bytes": 3 * ONE,
+        "damaged": [],
+        "missing": [],
+        "affected_refs": [],
+        "repaired": [],
+        "problems": [],
+        "complete": True,
+    }
+    assert "no damage found" in run("verify").out
+
+
+def damage(path: Path, how: str) -> None:
+    path.chmod(0o644)
+    if how == "deleted":
+        path.unlink()
+    elif how == "truncated":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+
+DAMAGES = ["deleted", "truncated", "one bit flipped"]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_verify_finds_damage_and_names_what_is_affected(run: Run, filled: Filled, how: str) -> None:
+    chunk = filled.chunk_of(filled.other)
+    damage(chunk, how)
+    outcome = run("verify", "--json")
+    assert outcome.code == 4
+    assert outcome.json["affected_refs"] == ["other@1"]
+    assert outcome.json["missing"] == [f"blake3:{chunk.name}"]
+    assert outcome.json["damaged"] == ([] if how == "deleted" else [f"blake3:{chunk.name}"])
+    shown = run("verify")
+    assert shown.code == 4
+    assert "cannot be assembled: other@1" in shown.out
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_assemble_refuses_damage_names_it_and_leaves_no_file(
+    run: Run, filled: Filled, tmp_path: Path, how: str
+) -> None:
+    chunk = filled.chunk_of(filled.other)
+    damage(chunk, how)
+    outcome = run("assemble", "other", "-o", tmp_path / "out")
+    assert outcome.code == 4
+    assert f"blake3:{chunk.name}" in outcome.err
+    assert "weights.bin" in outcome.err
+    assert f"0..{CHUNK}" in outcome.err
+    assert "cas verify" in outcome.err
+    assert list((tmp_path / "out").iterdir()) == []
+    assert run("assemble", "models/one", "-o", tmp_path / "out").code == 0
+
+
+def test_putting_the_same_bytes_again_heals(run: Run, filled: Filled, tmp_path: Path) -> None:
+    damage(filled.chunk_of(filled.other), "one bit flipped")
+    assert run("verify").code == 4
+    with cas.Store.open(filled.path) as store:
+        commit(store, "other", filled.other)
+    assert run("verify").code == 0
+    assert run("assemble", "other@1", "-o", tmp_path / "out").code == 0
+    assert (tmp_path / "out" / "weights.bin").read_bytes() == filled.other
+
+
+def test_verify_can_stop_and_go_on(run: Run, filled: Filled) -> None:
+    stopped = run("verify", "--max-duration", "0s", "--json").json
+    assert (stopped["checked_chunks"], stopped["complete"]) == (0, False)
+    assert run("verify", "--max-duration", "1h", "--json").json["complete"] is True
+
+
+def test_the_index_can_be_rebuilt_on_request(run: Run, filled: Filled) -> None:
+    outcome = run("verify", "--rebuild-index", "--json")
+    assert outcome.code == 0
+    assert outcome.json["checked_chunks"] == 12

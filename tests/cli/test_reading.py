@@ -1,0 +1,154 @@
+"""`ls`, `show`, `stats` and `assemble`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cas import Digest, Store
+
+from .conftest import CHUNK, Filled, Run
+
+
+def test_ls_shows_the_current_generation_of_each_name(run: Run, filled: Filled) -> None:
+    lines = run("ls").out.splitlines()
+    assert lines[0].split() == ["NAME", "GEN", "FILES", "SIZE", "MANIFEST"]
+    assert [line.split()[:2] for line in lines[1:]] == [["models/one", "2"], ["other", "1"]]
+
+
+def test_ls_all_shows_every_generation_and_says_which_is_current(run: Run, filled: Filled) -> None:
+    refs = run("ls", "--all", "--json").json["refs"]
+    assert [(r["name"], r["generation"], r["current"]) for r in refs] == [
+        ("models/one", 1, False),
+        ("models/one", 2, True),
+        ("other", 1, True),
+    ]
+    assert {r["logical_bytes"] for r in refs} == {3 * CHUNK + 17}
+
+
+def test_ls_takes_a_prefix(run: Run, filled: Filled) -> None:
+    assert [r["name"] for r in run("ls", "mod", "--json").json["refs"]] == ["models/one"]
+    nothing = run("ls", "zzz")
+    assert (nothing.code, nothing.out) == (0, "")
+    assert "no name starts with zzz" in nothing.err
+
+
+def test_ls_in_a_pipe_is_never_cut(run: Run, store_dir: Path) -> None:
+    name = "a" * 190
+    with Store.open(store_dir) as store, store.writer() as writer:
+        writer.commit(name, files={"f": writer.put(b"x")})
+    assert name in run("ls", env={"COLUMNS": "40"}).out
+
+
+def test_a_damaged_artifact_does_not_hide_the_others(run: Run, filled: Filled) -> None:
+    digest = run("ls", "other", "--json").json["refs"][0]["manifest"].removeprefix("blake3:")
+    next((filled.path / "manifests").rglob(digest)).unlink()
+    outcome = run("ls")
+    assert outcome.code == 0
+    assert "models/one" in outcome.out
+    assert "damaged" in outcome.out
+
+
+def test_show_tells_files_tensors_and_origin(run: Run, filled: Filled) -> None:
+    outcome = run("show", "models/one")
+    assert "models/one@2" in outcome.out
+    assert Digest.of(filled.new).hex() in outcome.out
+    assert "a test" in outcome.out
+    document = run("show", "models/one@1", "--json").json
+    assert document["generation"] == 1
+    assert document["files"] == [
+        {
+            "path": "weights.bin",
+            "size": len(filled.old),
+            "blake3": Digest.of(filled.old).hex(),
+            "parts": 4,
+        }
+    ]
+    assert document["tensors"][0]["shape"] == [len(filled.old)]
+    assert document["provenance"]["source"] == "a test"
+
+
+def test_show_can_be_limited(run: Run, filled: Filled) -> None:
+    files = run("show", "other", "--files").out
+    assert files.startswith("FILE")
+    assert "TENSOR" not in files
+    tensors = run("show", "other", "--tensors").out
+    assert tensors.startswith("TENSOR")
+    assert "uint8" in tensors
+
+
+def test_what_an_artifact_says_cannot_drive_the_terminal(run: Run, store_dir: Path) -> None:
+    with Store.open(store_dir) as store, store.writer() as writer:
+        provenance = {"note": "\x1b]0;title\x07", "\x1b[2Jkey": "v"}
+        writer.commit("a", files={"f": writer.put(b"x")}, provenance=provenance)
+    outcome = run("show", "a")
+    assert outcome.code == 0
+    assert "\x1b" not in outcome.out
+    assert "\x07" not in outcome.out
+
+
+def test_stats_tells_the_kinds_of_bytes_apart(run: Run, filled: Filled) -> None:
+    run("rm", "models/one@1")
+    one = 3 * CHUNK + 17
+    found = run("stats", "--json").json
+    assert found["store"] == str(filled.path)
+    assert (found["refs"], found["generations"]) == (2, 2)
+    assert found["logical_bytes"] == 2 * one
+    assert found["physical_bytes"] == 3 * one
+    assert found["garbage_bytes"] == one
+    assert (found["staged_bytes"], found["quarantined_bytes"]) == (0, 0)
+    assert "garbage" in run("stats").out
+
+
+def test_assemble_writes_the_bytes_of_the_generation(
+    run: Run, filled: Filled, tmp_path: Path
+) -> None:
+    current = run("assemble", "models/one", "-o", tmp_path / "current", "--json")
+    assert (tmp_path / "current" / "weights.bin").read_bytes() == filled.new
+    assert current.json["ref"] == "models/one@2"
+    assert current.json["files"] == [
+        {
+            "path": str(tmp_path / "current" / "weights.bin"),
+            "size": len(filled.new),
+            "blake3": Digest.of(filled.new).hex(),
+        }
+    ]
+    assert run("assemble", "models/one@1", "-o", tmp_path / "old").code == 0
+    assert (tmp_path / "old" / "weights.bin").read_bytes() == filled.old
+
+
+def test_assemble_replaces_files_and_leaves_strangers(
+    run: Run, filled: Filled, tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "weights.bin").write_bytes(b"before")
+    (tmp_path / "out" / "mine").write_bytes(b"mine")
+    assert run("assemble", "other", "-o", tmp_path / "out").code == 0
+    assert (tmp_path / "out" / "weights.bin").read_bytes() == filled.other
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["mine", "weights.bin"]
+
+
+def test_assemble_without_verification_gives_the_same_bytes(
+    run: Run, filled: Filled, tmp_path: Path
+) -> None:
+    outcome = run("assemble", "other", "-o", tmp_path / "out", "--no-verify", "--json")
+    assert outcome.json["verified"] is False
+    assert (tmp_path / "out" / "weights.bin").read_bytes() == filled.other
+
+
+@pytest.mark.parametrize("index", ["missing", "garbage"])
+def test_losing_the_index_needs_no_hand(
+    run: Run, filled: Filled, tmp_path: Path, index: str
+) -> None:
+    import shutil
+
+    if index == "missing":
+        shutil.rmtree(filled.path / "index")
+    else:
+        for file in (filled.path / "index").iterdir():
+            file.write_bytes(b"\xff" * 8192)
+    assert run("assemble", "other", "-o", tmp_path / "out").code == 0
+    assert (tmp_path / "out" / "weights.bin").read_bytes() == filled.other
+    assert run("verify").code == 0
+    assert run("stats", "--json").json["physical_bytes"] == 3 * (3 * CHUNK + 17)
