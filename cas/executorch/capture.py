@@ -17,6 +17,7 @@ from cas.executorch import (
     hooks_dynamo,
     hooks_emitter,
     hooks_named_data,
+    hooks_serde,
     seams,
 )
 from cas.executorch.copies import PrivateCopies
@@ -98,6 +99,7 @@ class Capture:
         hooks_delegates.install(patches, intake)
         hooks_copies.install(patches, copies)
         hooks_dynamo.install(patches, copies)
+        hooks_serde.install(patches)
 
     @property
     def counters(self) -> Counters:
@@ -129,7 +131,7 @@ class Capture:
         Raises:
             UsageError: no name was given here or to `capture`, or ``program`` is something else.
             InvalidName: an external tag cannot be a file name.
-            PermissionRefused: the directory cannot be written to; nothing is committed then.
+            Refused, PermissionRefused: the directory cannot be used; nothing is committed then.
         """
         started = self._clock()
         writer, intake = self._require_active("a program is saved")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 import torch
 
-from cas.errors import PermissionRefused, UsageError
+from cas.assemble import check_directory
+from cas.errors import Refused
 from cas.executorch.seams import executorch_version
 from cas.manifest import Json
 from cas.version import __version__
@@ -19,7 +19,7 @@ from cas.writer import Commit
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """What one `Capture.save` did. ``paths`` are the assembled files, the .pte first."""
+    """What one `Capture.save` did. ``paths`` are the assembled files."""
 
     commit: Commit
     paths: tuple[Path, ...]
@@ -30,21 +30,13 @@ def check_destination(directory: Path, names: Iterable[str]) -> None:
     """Make ``directory`` and see that the files can be written: before anything is committed.
 
     Raises:
-        UsageError: the directory is a file, or a file to be written is a directory.
+        Refused: a file is in the way of the directory, or a directory in the way of a file.
         PermissionRefused: it cannot be made, or not be written to.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise UsageError(f"cannot write to {directory}: a file is in the way") from None
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise PermissionRefused(directory, "make the directory", reason) from error
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise PermissionRefused(directory, "write to", "permission denied")
+    check_directory(directory)
     for name in names:
         if (directory / name).is_dir():
-            raise UsageError(f"cannot write {directory / name}: a directory is in the way")
+            raise Refused(f"cannot write {directory / name}: it is a directory; choose another")
 
 
 def build_provenance(

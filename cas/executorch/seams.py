@@ -48,6 +48,7 @@ LOWERED: Final = "executorch.exir.lowered_backend_module"
 CORD: Final = "executorch.exir._serialize._cord"
 DYNAMO: Final = "torch._dynamo.variables.builder"
 DYNAMO_UTILS: Final = "torch._dynamo.utils"
+SERDE: Final = "executorch.exir.serde.export_serialize"
 EXPORT: Final = "torch.export._trace"
 
 SEAMS: Final = (
@@ -79,6 +80,7 @@ SEAMS: Final = (
     Seam("program copies", "torch.export", "ExportedProgram.__reduce_ex__"),
     Seam("dynamo input clones", DYNAMO, "_clone_input", ("value", "fake_mode")),
     Seam("export entry", EXPORT, "_export", ("mod", "args")),
+    Seam("serialized programs", SERDE, "EnumEncoder.default", ("self", "obj")),
     Seam("dynamo marks", DYNAMO_UTILS, "copy_dynamo_tensor_attributes", ("src", "dst")),
 )
 

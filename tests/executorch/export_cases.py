@@ -116,7 +116,7 @@ def mlp_portable_external() -> Built:
 @case
 def mlp_two_tags() -> Built:
     def tag(node: torch.fx.Node) -> str | None:
-        return "first" if "0" in node.name else ("second.ptd" if "2" in node.name else None)
+        return "one" if "first" in node.name else ("two.ptd" if "second" in node.name else None)
 
     return one(mlp(), x_mlp(), config=ExecutorchBackendConfig(external_constants=tag))
 

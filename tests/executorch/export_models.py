@@ -10,11 +10,22 @@ def seeded(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+class Mlp(nn.Module):
+    """The second weight has 400 KiB: several chunks of a test store and an odd tail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        seeded(1)
+        self.first = nn.Linear(64, 320)
+        self.second = nn.Linear(320, 320)
+        self.third = nn.Linear(320, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
+
+
 def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The middle weight has 400 KiB: several chunks of a test store and an odd tail."""
-    seeded(1)
-    layers = [nn.Linear(64, 320), nn.ReLU(), nn.Linear(320, 320), nn.ReLU(), nn.Linear(320, 8)]
-    return nn.Sequential(*layers).eval().to(dtype)
+    return Mlp().eval().to(dtype)
 
 
 class ConvNet(nn.Module):

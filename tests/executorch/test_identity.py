@@ -75,6 +75,17 @@ def test_identical_with_default_thresholds(
     assert digests(tmp_path / "saved") == digests(stock(case))
 
 
+EXTERNAL = ("mlp_two_tags", "mlp_xnnpack_external", "minilm_xnnpack_external")
+
+
+@pytest.mark.parametrize("case", [name for name in parameters(FAST) if name.values[0] in EXTERNAL])
+def test_external_weights_are_outside(case: str, stock: Callable[[str], Path]) -> None:
+    """Guards the cases themselves: an export that ignores its tags would prove nothing."""
+    files = {path.name: path.stat().st_size for path in stock(case).iterdir()}
+    inside = files.pop("model.pte")
+    assert sum(files.values()) > 10 * inside
+
+
 def test_slow_cases_are_real_ones() -> None:
     assert set(CASES) >= SLOW
     assert {*FAST, *FAST_DEFAULT} <= set(CASES) - SLOW

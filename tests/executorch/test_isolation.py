@@ -56,7 +56,7 @@ def test_a_copy_is_mapped_equal_and_private(capturing: cas.Store) -> None:
         assert torch.equal(original, before)
         assert not torch.equal(private, original)
     again = copy.deepcopy(program)
-    assert torch.equal(again.state_dict["0.weight"], program.state_dict["0.weight"])
+    assert torch.equal(again.state_dict["first.weight"], program.state_dict["first.weight"])
 
 
 def test_a_copy_is_the_stock_copy_in_all_but_its_pages(store: cas.Store) -> None:
@@ -116,10 +116,10 @@ def test_a_parameter_that_views_a_large_storage_becomes_compact(capturing: cas.S
 
 def test_a_change_between_two_copies_is_seen(capturing: cas.Store) -> None:
     program = exported(mlp(), x_mlp())
-    weight = program.state_dict["2.weight"]
-    first = copy.deepcopy(program).state_dict["2.weight"]
+    weight = program.state_dict["second.weight"]
+    first = copy.deepcopy(program).state_dict["second.weight"]
     weight.data.add_(1)  # does not change weight._version
-    second = copy.deepcopy(program).state_dict["2.weight"]
+    second = copy.deepcopy(program).state_dict["second.weight"]
     assert torch.equal(second, weight)
     assert not torch.equal(first, second)
 
@@ -129,14 +129,14 @@ def test_small_tensors_are_copied_as_ever(store: cas.Store) -> None:
     with capture(store) as cap:
         duplicate = copy.deepcopy(program)
         assert cap.counters.logical_bytes == 0
-    assert not is_mapped(duplicate.state_dict["2.weight"], store)
+    assert not is_mapped(duplicate.state_dict["second.weight"], store)
 
 
 def test_a_copy_outlives_the_capture(store: cas.Store) -> None:
     program = exported(mlp(), x_mlp())
     with capture(store, map_threshold=1):
         duplicate = copy.deepcopy(program)
-    assert torch.equal(duplicate.state_dict["2.weight"], program.state_dict["2.weight"])
+    assert torch.equal(duplicate.state_dict["second.weight"], program.state_dict["second.weight"])
 
 
 def test_quantized_subclasses_are_copied(capturing: cas.Store) -> None:
@@ -155,9 +155,9 @@ def test_editing_a_weight_in_place_between_two_exports(store: cas.Store, tmp_pat
             parameter.data.mul_(2)
         cap.save(one(model, x_mlp()).program, tmp_path / "b", name="after")
     assert (tmp_path / "a/model.pte").read_bytes() != (tmp_path / "b/model.pte").read_bytes()
-    (weight,) = (t for t in store.manifest("after").tensors if t.name == "2.weight")
+    (weight,) = (t for t in store.manifest("after").tensors if t.name == "second.weight")
     data = (tmp_path / "b/model.pte").read_bytes()[weight.offset : weight.offset + weight.nbytes]
-    assert data == model.get_parameter("2.weight").detach().numpy().tobytes()
+    assert data == model.get_parameter("second.weight").detach().numpy().tobytes()
 
 
 # --- the clones of a strict export ----------------------------------------------------------------
@@ -185,7 +185,7 @@ def test_a_dynamo_clone_is_mapped_and_private(copies: PrivateCopies, store: cas.
 
 
 def test_a_dynamo_clone_of_a_quantized_weight(copies: PrivateCopies, store: cas.Store) -> None:
-    weight = quantized_int4().get_parameter("2.weight")
+    weight = quantized_int4().get_parameter("second.weight")
     clone = private_clone(weight, copies)
     assert clone is not None
     assert type(clone) is type(weight)
