@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -86,11 +87,7 @@ class Recipe:
     @classmethod
     def concat(cls, recipes: Iterable[Recipe]) -> Recipe:
         """The bytes of each recipe after the other; adjacent literals and zero runs are joined."""
-        parts: list[Part] = []
-        for recipe in recipes:
-            for part in recipe.parts:
-                _append(parts, part)
-        return cls(tuple(parts))
+        return cls(tuple(_joined(part for recipe in recipes for part in recipe.parts)))
 
     def chunks(self) -> Iterator[ChunkPart]:
         return (part for part in self.parts if isinstance(part, ChunkPart))
@@ -122,18 +119,29 @@ def _sub(part: Part, offset: int, length: int) -> Part:
     return DataPart(part.data[offset : offset + length])
 
 
-def _append(parts: list[Part], part: Part) -> None:
-    last = parts[-1] if parts else None
-    if isinstance(part, ZeroPart) and isinstance(last, ZeroPart):
-        parts[-1] = ZeroPart(last.length + part.length)
-    elif (
-        isinstance(part, DataPart)
-        and isinstance(last, DataPart)
-        and last.length + part.length <= MAX_LITERAL
-    ):
-        parts[-1] = DataPart(last.data + part.data)
-    elif part.length:
-        parts.append(part)
+def _joined(parts: Iterable[Part]) -> Iterator[Part]:
+    """Adjacent zero runs as one, and adjacent literals up to the largest that is allowed."""
+    for kind, run in itertools.groupby(parts, type):
+        if kind is ZeroPart:
+            if length := sum(part.length for part in run):
+                yield ZeroPart(length)
+        elif kind is DataPart:
+            yield from _joined_literals(part for part in run if isinstance(part, DataPart))
+        else:
+            yield from run
+
+
+def _joined_literals(run: Iterable[DataPart]) -> Iterator[DataPart]:
+    held: list[bytes] = []
+    size = 0
+    for part in run:
+        if size and size + part.length > MAX_LITERAL:
+            yield DataPart(b"".join(held))
+            held, size = [], 0
+        held.append(part.data)
+        size += part.length
+    if size:
+        yield DataPart(b"".join(held))
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +294,7 @@ def load_json(data: bytes) -> Any:
         raise UsageError(f"it has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}")
     try:
         return json.loads(
-            data,
+            data.decode("utf-8"),  # or json would guess other encodings, and skip a BOM
             object_pairs_hook=_no_duplicates,
             parse_float=_no_float,
             parse_constant=_no_float,
