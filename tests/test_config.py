@@ -1,0 +1,90 @@
+"""The policy file: what it may say, and that a slip in it is reported, not guessed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cas import Store
+from cas.config import Config, parse_duration, parse_umask
+from cas.errors import StoreDamaged, UsageError
+from cas.layout import Layout
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("0", 0), ("90", 90), ("90s", 90), ("15m", 900), (" 2 h ", 7200), ("7d", 604800)],
+)
+def test_durations(text: str, seconds: int) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-1", "1.5h", "h", "1y", "1 h 2 m", "1e3", "9" * 10, "\u0661"]
+)
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="duration"):
+        parse_duration(text)
+
+
+@given(st.integers(0, 0o77))
+def test_every_umask_that_leaves_the_owner_alone_is_allowed(value: int) -> None:
+    assert parse_umask(f"{value:04o}") == value
+
+
+@pytest.mark.parametrize("text", ["", "8", "0700", "777", "-2", "0o22", "00022", "2 "])
+def test_a_umask_that_is_none_or_locks_out_the_owner_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="umask"):
+        parse_umask(text)
+
+
+def load(root: Path, text: str) -> Config:
+    layout = Layout(root)
+    layout.config.write_text(text)
+    return Config.load(layout)
+
+
+def test_no_file_means_defaults(tmp_path: Path) -> None:
+    assert Config.load(Layout(tmp_path)) == Config(umask=None, grace=0)
+
+
+def test_values_are_read(tmp_path: Path) -> None:
+    assert load(tmp_path, 'umask = "0002"\ngrace = "1h"\n') == Config(umask=2, grace=3600)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'gracee = "1h"',
+        'grace = "soon"',
+        "umask = true",
+        "grace = 1.5",
+        "grace = [1]",
+        "umask =",
+        "\0",
+    ],
+)
+def test_a_slip_in_the_file_is_reported_with_its_path(tmp_path: Path, text: str) -> None:
+    with pytest.raises(StoreDamaged, match=r"config\.toml"):
+        load(tmp_path, text)
+
+
+def test_bytes_that_are_no_text_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(StoreDamaged):
+        Config.load(Layout(tmp_path))
+
+
+def test_a_setting_survives_reopening(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "s") as store:
+        store.set_config("grace", "2h")
+        store.set_config("umask", "0007")
+        with pytest.raises(UsageError, match="unknown setting"):
+            store.set_config("color", "red")
+    with Store.open(tmp_path / "s") as store:
+        assert store.context.config == Config(umask=0o007, grace=7200)
+        assert store.context.modes.umask == 0o007
+        assert not list(store.context.layout.leases.iterdir())
