@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,6 @@ def spawn(store_dir: Path) -> Run:
     return call
 
 
-def content(seed: int, size: int) -> bytes:
-    """Bytes that do not repeat, so that every chunk of them is another."""
-    return cas.Digest.of(seed.to_bytes(8, "big")).hex().encode() + os.urandom(size - 64)
-
-
 @dataclass(frozen=True)
 class Filled:
     """A store with two names, one of them with two generations."""
@@ -102,14 +98,22 @@ class Filled:
         return next(path for path in self.chunk_files() if path.name == text)
 
 
-@pytest.fixture
-def filled(store_dir: Path) -> Filled:
-    old, new, other = (content(seed, 3 * CHUNK + 17) for seed in (1, 2, 3))
-    with cas.Store.open(store_dir, chunk_size=CHUNK) as store:
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Filled:
+    """The store that `filled` copies: making one durably takes longer than most tests."""
+    path = tmp_path_factory.mktemp("template") / "store"
+    old, new, other = (os.urandom(3 * CHUNK + 17) for _ in range(3))
+    with cas.Store.open(path, chunk_size=CHUNK) as store:
         commit(store, "models/one", old)
         commit(store, "models/one", new)
         commit(store, "other", other)
-    return Filled(store_dir, old, new, other)
+    return Filled(path, old, new, other)
+
+
+@pytest.fixture
+def filled(template: Filled, store_dir: Path) -> Filled:
+    shutil.copytree(template.path, store_dir)
+    return replace(template, path=store_dir)
 
 
 def commit(store: cas.Store, name: str, data: bytes) -> cas.Commit:

@@ -1,0 +1,455 @@
+"""`cas export`: what it writes, and what it says about sources that cannot be exported."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from .conftest import Outcome, Run
+
+pytest.importorskip("executorch")
+
+SOURCE = """
+import torch
+from torch.export import Dim
+
+print("the user's own output")
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(32, 64)
+        self.second = torch.nn.Linear(64, 32)
+        self.register_buffer("scale", torch.arange(32.0))
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x))) * self.scale + 1
+
+
+class Keyword(Net):
+    def forward(self, *, x):
+        return super().forward(x)
+
+
+X = torch.ones(4, 32)
+
+
+def make():
+    return Net().eval(), (X,)
+
+
+def dynamic():
+    return Net().eval(), (X,), {"x": {0: Dim("batch", max=16)}}
+
+
+def keyword():
+    return Keyword().eval(), (), {"x": X}
+
+
+def methods():
+    net = Net().eval()
+    return {"one": (net, (X,)), "two": (net, (torch.ones(2, 32),))}
+
+
+def exported():
+    return torch.export.export(Net().eval(), (X,))
+
+
+program = torch.export.export(Net().eval(), (X,))
+table = {"a": program, "b": (Net().eval(), (X,))}
+
+
+class Holder:
+    inner = staticmethod(make)
+
+
+def bare():
+    return Net()
+
+
+def nothing():
+    return None
+
+
+def text():
+    return "a model"
+
+
+def short():
+    return (Net(),)
+
+
+def long():
+    return Net(), (X,), {}, None, 1
+
+
+def no_module():
+    return "Net", (X,)
+
+
+def loose_input():
+    return Net(), X
+
+
+def bad_keywords():
+    return Net(), (X,), 3, None
+
+
+def empty():
+    return {}
+
+
+def bad_method():
+    return {"not a name": (Net(), (X,))}
+
+
+def raises():
+    missing = {}
+    return missing["weights"]
+
+
+def parameters(size):
+    return Net(), (X,)
+
+
+class Branch(torch.nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+def untraceable():
+    return Branch().eval(), (X,)
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """The same export twice: as options of the command, and as arguments of a stock script."""
+
+    attr: str
+    backend: str
+    options: tuple[str, ...] = ()
+    config: str = ""
+
+
+CASES = {
+    "portable": Case("make", "portable"),
+    "xnnpack": Case("make", "xnnpack"),
+    "two methods": Case("methods", "xnnpack"),
+    "dynamic shape": Case("dynamic", "xnnpack"),
+    "external": Case(
+        "make",
+        "portable",
+        ("--external-weights",),
+        "ExecutorchBackendConfig(external_constants=True)",
+    ),
+    "external, own name": Case(
+        "make",
+        "portable",
+        ("--external-tag", "weights"),
+        "ExecutorchBackendConfig(external_constants=lambda node: 'weights')",
+    ),
+    "segments": Case(
+        "make",
+        "xnnpack",
+        ("--no-extract-delegate-segments", "--segment-alignment", "4096"),
+        "ExecutorchBackendConfig(extract_delegate_segments=False, segment_alignment=4096)",
+    ),
+}
+
+#: The three calls of a stock script, for each case, in a process that knows nothing of cas.
+STOCK = """
+import pathlib, runpy, sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+
+def stock(directory, attr, backend, *config):
+    made = runpy.run_path("net.py")[attr]()
+    programs = {}
+    for name, call in (made if isinstance(made, dict) else {"forward": made}).items():
+        module, args, *rest = call
+        shapes = rest[0] if rest else None
+        programs[name] = torch.export.export(module, args, dynamic_shapes=shapes)
+    partitioner = [XnnpackPartitioner()] if backend == "xnnpack" else None
+    edge = to_edge_transform_and_lower(programs, partitioner=partitioner)
+    program = edge.to_executorch(*config)
+    out = pathlib.Path(directory)
+    out.mkdir()
+    with open(out / "model.pte", "wb") as file:
+        program.write_to_file(file)
+    program.write_tensor_data_to_file(str(out))
+
+"""
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory per case, with what stock ExecuTorch writes."""
+    directory = tmp_path_factory.mktemp("stock")
+    (directory / "net.py").write_text(SOURCE)
+    calls = "".join(
+        f"stock({name!r}, {case.attr!r}, {case.backend!r}, {case.config})\n"
+        for name, case in CASES.items()
+    )
+    check = "assert not any(name.partition('.')[0] == 'cas' for name in sys.modules)\n"
+    subprocess.run(
+        [sys.executable, "-c", STOCK + calls + check],
+        cwd=directory,
+        check=True,
+        capture_output=True,
+    )
+    return directory
+
+
+@pytest.fixture
+def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "net.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def export(run: Run, net: Path) -> Callable[..., Outcome]:
+    def call(attr: str, *options: object) -> Outcome:
+        return run("export", f"net.py:{attr}", "-o", "out", *options)
+
+    return call
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# --- what comes out -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_files_are_those_of_a_stock_script(
+    export: Callable[..., Outcome], net: Path, stock: Path, name: str
+) -> None:
+    case = CASES[name]
+    outcome = export(case.attr, "--backend", case.backend, *case.options)
+    assert outcome.code == 0, outcome.err
+    theirs = {path.name: sha256(path) for path in (stock / name).iterdir()}
+    assert {path.name: sha256(path) for path in (net / "out").iterdir()} == theirs
+    assert (len(theirs) > 1) == ("external_constants" in case.config)
+
+
+def test_external_weights_of_a_delegate_leave_the_program(
+    export: Callable[..., Outcome], net: Path
+) -> None:
+    assert export("dynamic", "--backend", "xnnpack", "--external-tag", "w").code == 0
+    assert sorted(path.name for path in (net / "out").iterdir()) == ["model.pte", "w.ptd"]
+    assert (net / "out" / "w.ptd").stat().st_size > 4 * 2 * 32 * 64
+    assert (net / "out" / "model.pte").stat().st_size < 8192
+
+
+def test_json_has_the_documented_keys_and_nothing_else_on_stdout(
+    export: Callable[..., Outcome], net: Path
+) -> None:
+    document = export("make", "--json", "--basename", "net").json
+    assert list(document) == [
+        "ref",
+        "manifest",
+        "files",
+        "logical_bytes",
+        "new_bytes",
+        "chunks",
+        "new_chunks",
+        "seconds",
+    ]
+    assert document["ref"] == "net/make@1"
+    assert document["files"][0]["path"] == str(Path("out") / "net.pte")
+    assert document["logical_bytes"] == (net / "out" / "net.pte").stat().st_size
+    assert document["new_bytes"] > 0
+
+
+def test_what_the_source_prints_goes_to_stderr(export: Callable[..., Outcome]) -> None:
+    outcome = export("make")
+    assert "the user's own output" in outcome.err
+    assert "the user's own output" not in outcome.out
+
+
+def test_a_second_export_adds_nothing(export: Callable[..., Outcome]) -> None:
+    assert export("make", "--json").json["new_chunks"] > 0
+    again = export("make", "--json").json
+    assert (again["ref"], again["new_chunks"], again["new_bytes"]) == ("net/make@2", 0, 0)
+
+
+def test_the_origin_is_recorded(export: Callable[..., Outcome], run: Run) -> None:
+    assert export("make", "--name", "n", "--no-dim-order", "--dtype", "float16").code == 0
+    document = run("show", "n", "--json").json
+    found = document["provenance"]
+    assert found["source"] == "net.py:make"
+    assert found["options"] == {
+        "backend": "portable",
+        "external_weights": False,
+        "dtype": "float16",
+        "dim_order": False,
+    }
+    assert set(found["versions"]) == {"cas", "executorch", "torch"}
+    assert found["created"].endswith("+00:00")
+    assert {t["dtype"] for t in document["tensors"]} & {"float16", "half", "torch.float16"}
+
+
+@pytest.mark.parametrize(
+    "attr", ["keyword", "exported", "program", "table", "Holder.inner"], ids=str
+)
+def test_every_form_of_source_is_taken(export: Callable[..., Outcome], attr: str) -> None:
+    outcome = export(attr)
+    assert outcome.code == 0, outcome.err
+
+
+def test_a_program_file_and_a_module_are_sources_too(run: Run, net: Path) -> None:
+    import torch
+
+    (net / "pkg").mkdir()
+    (net / "pkg" / "__init__.py").write_text("")
+    (net / "pkg" / "model.py").write_text(SOURCE.replace("print", "len"))
+    outcome = run("export", "pkg.model:make", "-o", "out", "--json")
+    assert outcome.code == 0, outcome.err
+    assert outcome.json["ref"] == "model/make@1"
+    net_module = torch.nn.Linear(4, 4).eval()
+    torch.export.save(torch.export.export(net_module, (torch.ones(1, 4),)), "saved model.pt2")
+    outcome = run("export", "saved model.pt2", "-o", "out", "--json")
+    assert outcome.code == 0, outcome.err
+    assert outcome.json["ref"] == "saved-model@1"
+
+
+def test_a_partitioner_of_ones_own(export: Callable[..., Outcome], net: Path) -> None:
+    backend = "executorch.backends.xnnpack.partition.xnnpack_partitioner:XnnpackPartitioner"
+    assert export("make", "--backend", backend).code == 0
+    own = sha256(net / "out" / "model.pte")
+    assert export("make", "--backend", "xnnpack").code == 0
+    assert sha256(net / "out" / "model.pte") == own
+
+
+# --- what cannot be exported --------------------------------------------------------------------
+
+INVALID = {
+    "bare": "gave a module without example inputs; return (module, args)",
+    "nothing": "gave None; expected (module, args[, kwargs][, dynamic_shapes])",
+    "text": "gave a str; expected",
+    "short": "gave a tuple of 1 entries",
+    "long": "gave a tuple of 5 entries",
+    "no_module": "begins with a str, not with a torch.nn.Module",
+    "loose_input": "the example inputs are a Tensor, not a tuple; for one input write",
+    "bad_keywords": "the keyword inputs are an int, not a dict",
+    "empty": "gave an empty dict",
+    "bad_method": "the key 'not a name': not a method name",
+    "raises": "KeyError: 'weights'\n    return missing[\"weights\"]",
+    "parameters": "missing 1 required positional argument: 'size'",
+    "X": "gave a Tensor; expected",
+}
+
+
+@pytest.mark.parametrize("attr", INVALID)
+def test_a_source_that_gives_the_wrong_thing(
+    export: Callable[..., Outcome], net: Path, run: Run, attr: str
+) -> None:
+    outcome = export(attr)
+    assert outcome.code == 2, outcome.err
+    assert INVALID[attr] in outcome.err
+    assert "Traceback" not in outcome.err
+    assert not (net / "out").exists()
+    assert run("ls", "--json").json["refs"] == []
+
+
+def test_an_error_in_the_source_is_shown_at_its_own_line(
+    export: Callable[..., Outcome], net: Path
+) -> None:
+    line = SOURCE.splitlines().index('    return missing["weights"]') + 1
+    assert f"{net / 'net.py'}:{line}: KeyError" in export("raises").err
+    assert "Traceback" in export("raises", "-v").err
+
+
+def test_an_attribute_that_does_not_exist(export: Callable[..., Outcome]) -> None:
+    outcome = export("mkae")
+    assert outcome.code == 3
+    assert "net.py has no 'mkae'; it defines Net, Keyword, make" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("import not_installed_anywhere", "ModuleNotFoundError: No module named"),
+        ("def broken(:\n    pass", "SyntaxError"),
+        ("import sys\nsys.exit(3)", "it called sys.exit(3); guard that with"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+    ],
+    ids=["import", "syntax", "exit", "raise"],
+)
+def test_a_source_that_does_not_import(run: Run, net: Path, body: str, message: str) -> None:
+    (net / "bad.py").write_text(f"# a comment\n{body}\n")
+    outcome = run("export", "bad.py:make", "-o", "out")
+    assert outcome.code == 2
+    assert message in outcome.err
+    assert "bad.py:" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_a_module_that_cannot_be_found_and_one_that_fails(run: Run, net: Path) -> None:
+    outcome = run("export", "no_such_package.models:make", "-o", "out")
+    assert outcome.code == 3
+    assert "there is no module 'no_such_package'" in outcome.err
+    (net / "needy.py").write_text("import no_such_dependency\n")
+    outcome = run("export", "needy:make", "-o", "out")
+    assert outcome.code == 2
+    assert "needy.py:1" in outcome.err
+
+
+@pytest.mark.parametrize("keep", [0, 100, -1])
+def test_a_truncated_program_file(run: Run, net: Path, keep: int) -> None:
+    import torch
+
+    whole = net / "whole.pt2"
+    torch.export.save(torch.export.export(torch.nn.Linear(4, 4), (torch.ones(1, 4),)), whole)
+    (net / "cut.pt2").write_bytes(whole.read_bytes()[: whole.stat().st_size * keep // 200 or keep])
+    outcome = run("export", "cut.pt2", "-o", "out")
+    assert outcome.code == 4
+    assert "cut.pt2" in outcome.err
+    assert "torch.export.save" in outcome.err
+
+
+def test_a_model_that_cannot_be_traced(export: Callable[..., Outcome], run: Run) -> None:
+    outcome = export("untraceable")
+    assert outcome.code == 1
+    assert "cas: export failed: " in outcome.err
+    assert "Traceback" not in outcome.err
+    assert run("ls", "--json").json["refs"] == []
+    assert run("verify").code == 0
+
+
+def test_a_full_disk_under_the_store(net: Path, small_disk: Path, run: Run) -> None:
+    (net / "big.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    return torch.nn.Linear(1024, 1024).eval(), (torch.zeros(1, 1024),)\n"
+    )
+    outcome = run("--store", small_disk / "store", "export", "big.py:make", "-o", "out")
+    assert outcome.code == 6, outcome.err
+    assert "no space left" in outcome.err
+    assert str(small_disk) in outcome.err
+    assert not (net / "out" / "model.pte").exists()
+
+
+def test_a_full_disk_under_the_output_leaves_nothing_behind(
+    net: Path, small_disk: Path, export: Callable[..., Outcome], run: Run
+) -> None:
+    (small_disk / "ballast").write_bytes(bytes(2 * 1024 * 1024 - 8192))
+    outcome = run("export", "net.py:make", "-o", small_disk / "out")
+    assert outcome.code == 6
+    assert str(small_disk) in outcome.err
+    assert list((small_disk / "out").iterdir()) == []
+    assert run("ls", "--json").json["refs"] == []
+    assert run("verify").code == 0
