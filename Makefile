@@ -46,7 +46,7 @@ layers: $(STAMPS)/dev
 	$(BIN)/lint-imports
 
 docs: $(STAMPS)/docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 docs-serve: $(STAMPS)/docs
 	$(BIN)/mkdocs serve

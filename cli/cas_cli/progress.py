@@ -9,6 +9,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from cas_cli.render import size
+
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
@@ -63,27 +65,20 @@ class TerminalProgress:
         with self._lock:
             self._done += nbytes
             if self._display is not None and self._task is not None:
-                self._display.update(self._task, completed=self._done)
+                self._display.update(self._task, completed=self._done, bytes=self._bytes())
 
     def finish(self) -> None:
         with self._lock:
             if self._display is not None and self._task is not None:
-                total = self._total if self._total is not None else self._done or 1
-                self._display.update(self._task, total=total, completed=total)
+                # Equal numbers are what rich takes for "finished": the spinner goes.
+                self._display.update(self._task, total=1, completed=1, bytes=self._bytes())
                 self._display.stop_task(self._task)
             self._task = None
             self._label = ""
 
     def _open(self) -> None:
         from rich.console import Console
-        from rich.progress import (
-            DownloadColumn,
-            Progress,
-            SpinnerColumn,
-            TextColumn,
-            TimeElapsedColumn,
-            TransferSpeedColumn,
-        )
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         with self._lock:
             if self._timer is None:  # closed in the meantime
@@ -91,10 +86,9 @@ class TerminalProgress:
             self._timer = None
             self._display = Progress(
                 SpinnerColumn(),
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 TimeElapsedColumn(),
-                DownloadColumn(binary_units=True),
-                TransferSpeedColumn(),
+                TextColumn("{task.fields[bytes]}", markup=False),
                 console=Console(stderr=True),
                 transient=True,
             )
@@ -104,7 +98,15 @@ class TerminalProgress:
 
     def _add_task(self) -> None:
         assert self._display is not None
-        self._task = self._display.add_task(self._label, total=self._total, completed=self._done)
+        self._task = self._display.add_task(
+            self._label, total=self._total, completed=self._done, bytes=self._bytes()
+        )
+
+    def _bytes(self) -> str:
+        """How far the step is; a step that moves no bytes shows its time alone."""
+        if self._total:
+            return f"{size(self._done)} of {size(self._total)}"
+        return size(self._done) if self._done else ""
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:
