@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cas.errors import PermissionRefused, UsageError
+from cas.errors import PermissionRefused, Refused
 
 
 def require_directory(path: Path) -> None:
@@ -14,14 +14,13 @@ def require_directory(path: Path) -> None:
     Nothing is created: a command that fails later leaves no empty directory.
 
     Raises:
-        UsageError: it, or what it would lie in, is not a directory.
+        Refused: it is a file, or lies below one.
         PermissionRefused: it cannot be written.
     """
     existing = path
     while not existing.exists() and not existing.is_symlink() and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
-        relation = "is" if existing == path else f"cannot be created: {existing} is"
-        raise UsageError(f"output directory {path} {relation} not a directory")
+        raise Refused(f"the output directory {path} is a file, or lies below one; choose another")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise PermissionRefused(path, "write to output directory", "permission denied")

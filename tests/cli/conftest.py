@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 import cas
+from cas.testing.damage import mounted_read_only, mounted_tmpfs
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK = 64 << 10
@@ -135,41 +137,34 @@ def commit(store: cas.Store, name: str, data: bytes) -> cas.Commit:
         )
 
 
-def _mount(path: Path, options: str) -> None:
-    path.mkdir(exist_ok=True)
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, text=True
-    )
-    if done.returncode != 0:
-        pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
+@contextlib.contextmanager
+def _skip_where_mounting_is_forbidden() -> Iterator[None]:
+    try:
+        yield
+    except PermissionError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A directory on a filesystem of 2 MiB."""
-    path = tmp_path / "small"
-    _mount(path, "size=2m")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
+    with contextlib.ExitStack() as stack:
+        with _skip_where_mounting_is_forbidden():
+            stack.enter_context(mounted_tmpfs(tmp_path / "small", 2 << 20))
+        yield tmp_path / "small"
 
 
 @pytest.fixture
 def frozen() -> Iterator[Callable[[Path], None]]:
     """A function that makes a directory unwritable, for root too."""
-    undo: list[list[str]] = []
+    with contextlib.ExitStack() as stack:
 
-    def freeze(path: Path) -> None:
-        if os.geteuid() != 0:
-            path.chmod(0o555)
-            undo.append(["chmod", "755", str(path)])
-            return
-        bind = ["mount", "--bind", str(path), str(path)]
-        done = subprocess.run(bind, capture_output=True, text=True)
-        if done.returncode != 0:
-            pytest.skip(f"a read-only bind mount is not permitted here: {done.stderr.strip()}")
-        undo.append(["umount", "-l", str(path)])
-        subprocess.run(["mount", "-o", "remount,bind,ro", str(path)], check=True)
+        def freeze(path: Path) -> None:
+            if os.geteuid() == 0:
+                with _skip_where_mounting_is_forbidden():
+                    stack.enter_context(mounted_read_only(path))
+            else:
+                path.chmod(0o555)
+                stack.callback(path.chmod, 0o755)
 
-    yield freeze
-    for step in reversed(undo):
-        subprocess.run(step, check=True)
+        yield freeze

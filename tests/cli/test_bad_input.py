@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cas.testing.damage import fill_disk
+
 from .conftest import Filled, Run, commit
 
 # --- the store's directory ----------------------------------------------------------------------
@@ -149,9 +151,8 @@ def test_an_output_directory_that_is_a_file(run: Run, filled: Filled, tmp_path: 
     (tmp_path / "file").write_text("mine")
     for output in (tmp_path / "file", tmp_path / "file" / "below"):
         outcome = run("assemble", "other", "-o", output)
-        assert outcome.code == 2
-        assert str(tmp_path / "file") in outcome.err
-        assert "not a directory" in outcome.err
+        assert outcome.code == 5
+        assert f"the output directory {output} is a file, or lies below one" in outcome.err
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -176,7 +177,7 @@ def test_an_output_directory_that_cannot_be_written(
 
 
 def test_an_output_directory_on_a_full_disk(run: Run, filled: Filled, small_disk: Path) -> None:
-    (small_disk / "ballast").write_bytes(bytes(2 * 1024 * 1024 - 8192))
+    fill_disk(small_disk, leave=8192)
     outcome = run("assemble", "other", "-o", small_disk / "out")
     assert outcome.code == 6
     assert "no space left" in outcome.err

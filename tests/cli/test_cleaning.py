@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import cas
+from cas.testing.damage import flip_bit, truncate
 
 from .conftest import CHUNK, Filled, Run, commit
 
@@ -112,15 +113,12 @@ def test_verify_of_a_whole_store_finds_nothing(run: Run, filled: Filled) -> None
 
 
 def damage(path: Path, how: str) -> None:
-    path.chmod(0o644)
     if how == "deleted":
         path.unlink()
     elif how == "truncated":
-        path.write_bytes(path.read_bytes()[:-1])
+        truncate(path, path.stat().st_size - 1)
     else:
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
+        flip_bit(path, path.stat().st_size // 2)
 
 
 DAMAGES = ["deleted", "truncated", "one bit flipped"]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from cas.testing.damage import fill_disk
+
 from .conftest import Outcome, Run
 
 pytest.importorskip("executorch")
@@ -446,7 +448,7 @@ def test_a_full_disk_under_the_store(net: Path, small_disk: Path, run: Run) -> N
 def test_a_full_disk_under_the_output_leaves_nothing_behind(
     net: Path, small_disk: Path, export: Callable[..., Outcome], run: Run
 ) -> None:
-    (small_disk / "ballast").write_bytes(bytes(2 * 1024 * 1024 - 8192))
+    fill_disk(small_disk, leave=8192)
     outcome = run("export", "net.py:make", "-o", small_disk / "out")
     assert outcome.code == 6
     assert str(small_disk) in outcome.err

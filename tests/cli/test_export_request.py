@@ -90,8 +90,8 @@ def test_an_option_that_makes_no_sense(run: Run, model: Path, options: list[str]
 
 def test_an_output_that_is_a_file(run: Run, model: Path) -> None:
     outcome = run("export", "model.py:make", "-o", "model.py")
-    assert outcome.code == 2
-    assert "output directory model.py is not a directory" in outcome.err
+    assert outcome.code == 5
+    assert "the output directory model.py is a file, or lies below one" in outcome.err
 
 
 def test_a_store_that_is_none(run: Run, model: Path, store_dir: Path) -> None:
