@@ -51,7 +51,7 @@ def _install_export(patches: Patches, exporting: _Exporting) -> None:
 
 
 class _Exporting(threading.local):
-    """The ids of the tensors of the module that this thread exports; it keeps them alive."""
+    """The ids of the weights that this thread exports; the module keeps them alive meanwhile."""
 
     weights: frozenset[int] = frozenset()
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-from typing import Any
+from typing import Any, Final
 
 from cas.executorch import seams
 from cas.executorch.intake import Intake
 from cas.executorch.labels import label_of_constant
 from cas.executorch.patches import Patches
 
+#: The seams in whose modules ``bytes`` is shadowed.
+_ZERO_COPY: Final = ("emitted constants", "xnnpack constants")
+
 
 def install(patches: Patches, intake: Intake) -> None:
     _install_constants(patches, intake)
     zero_copy = zero_copy_bytes(max(intake.threshold, 1))
     for seam in seams.SEAMS:
-        if seam.name in ("emitted constants", "xnnpack constants"):
+        if seam.name in _ZERO_COPY:
             _install_zero_copy(patches, seam, zero_copy)
 
 

@@ -48,7 +48,7 @@ def build_provenance(
     """How the artifact came to be. What the caller gives wins over what is found here."""
     found: dict[str, Json] = {
         "exporter": "executorch",
-        "methods": [*sorted(str(name) for name in program.methods)],
+        "methods": [*sorted(str(name) for name in getattr(program, "methods", ()))],
         "versions": {
             "cas": __version__,
             "executorch": executorch_version(),

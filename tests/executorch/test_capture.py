@@ -201,14 +201,11 @@ def test_only_a_finished_program_can_be_saved(store: cas.Store, tmp_path: Path) 
     assert not list(store.refs())
 
 
-@pytest.mark.parametrize("tag", ["../outside", "a/b", "/root", "..", "new\nline"])
+@pytest.mark.parametrize("tag", ["../outside", "a/b", "/root", "a\\b", "new\nline", "x" * 300])
 def test_a_hostile_external_tag_is_refused(tag: str, store: cas.Store, tmp_path: Path) -> None:
     config = ExecutorchBackendConfig(external_constants=lambda node: tag)
     with capture(store, "x") as cap:
         hostile = one(mlp(), x_mlp(), config=config).program
-        if tag == "..":  # "...ptd" is an odd name but a harmless one
-            cap.save(hostile, tmp_path / "out")
-            return
         with pytest.raises(InvalidName):
             cap.save(hostile, tmp_path / "out")
     assert not (tmp_path / "out").exists()

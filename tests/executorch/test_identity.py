@@ -18,22 +18,18 @@ from cas.executorch import capture
 FAST = (
     "mlp_two_tags",
     "mlp_portable_external",
-    "tied_portable",
     "layouts_portable_external",
     "mutable_initialized",
     "attention_portable",
     "mlp_xnnpack",
     "mlp_xnnpack_strict",
     "conv_xnnpack_external",
-    "mlp_int4_xnnpack",
-    "blob_backend",
     "blob_backend_inline",
     "named_backend",
     "mutating_backend_methods",
-    "legacy_xnnpack",
 )
 #: Cases that also run with the default thresholds in the fast set.
-FAST_DEFAULT = ("mlp_xnnpack", "mlp_two_tags", "named_backend")
+FAST_DEFAULT = ("mlp_xnnpack", "named_backend")
 
 #: Everything through the store, and every copied tensor mapped.
 EVERYTHING: dict[str, Any] = {"threshold": 1, "map_threshold": 1}
