@@ -70,10 +70,7 @@ def _say(stream: IO[str]) -> None:
 
 
 def _expect(stream: IO[str], word: str) -> bool:
-    for line in stream:
-        if line.strip() == word:
-            return True
-    return False
+    return any(line.strip() == word for line in stream)
 
 
 class _Watcher(threading.Thread):
