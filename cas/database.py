@@ -100,20 +100,23 @@ class Transaction:
 
 
 class Database:
-    """One open LMDB environment and the identity of its file."""
+    """One open LMDB environment and the identity of its files.
 
-    def __init__(self, path: Path, mode: int) -> None:
+    Without ``create`` it must hold the tables of this library's schema already.
+    """
+
+    def __init__(self, path: Path, mode: int, *, create: bool = False) -> None:
         self.env = _open_environment(path, mode)
         try:
-            self.chunks = self.env.open_db(b"chunks")
-            self.meta = self.env.open_db(b"meta")
+            self.chunks = self.env.open_db(b"chunks", create=create)
+            self.meta = self.env.open_db(b"meta", create=create)
             self.identity = identity(path)
             _set_modes(path, mode)
-            with self.env.begin(write=True) as txn:
-                if (txn.get(b"schema", db=self.meta) or SCHEMA) != SCHEMA:
-                    raise lmdb.VersionMismatchError("another schema of this library")
-                if txn.get(b"schema", db=self.meta) is None:
+            with self.env.begin(write=create) as txn:
+                if create:
                     txn.put(b"schema", SCHEMA, db=self.meta)
+                if txn.get(b"schema", db=self.meta) != SCHEMA:
+                    raise lmdb.VersionMismatchError("another schema of this library")
                 counted, _ = Transaction(txn, self.chunks, self.meta).totals()
                 if counted != txn.stat(self.chunks)["entries"]:
                     raise lmdb.CorruptedError("its count of chunks is wrong")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -14,7 +15,23 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 DIGEST_SIZE = 32
+#: For long runs of bytes. One in a forked child: the hasher's pool of threads does not survive
+#: fork, and a child that handed it work would wait for ever.
+_threads = blake3.AUTO
 _TEXT = re.compile(r"blake3:([0-9a-f]{64})")
+
+
+def _after_fork() -> None:
+    global _threads
+    _threads = 1
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def long_hasher() -> blake3:
+    """A BLAKE3 hasher that uses every core for long updates, and is safe after fork."""
+    return blake3(max_threads=_threads)
 
 
 class Digest(bytes):
@@ -39,7 +56,7 @@ class Digest(bytes):
     @classmethod
     def of_stream(cls, pieces: Iterable[Buffer]) -> Digest:
         """Hash the concatenation of ``pieces``, each piece with every core."""
-        hasher = blake3(max_threads=blake3.AUTO)
+        hasher = long_hasher()
         for piece in pieces:
             hasher.update(piece)
         return cls(hasher.digest())

@@ -257,7 +257,7 @@ class Index:
     def _make(self, path: Path) -> None:
         with fsio.os_errors(path), lmdb_errors(path):
             fsio.make_directory(path, self.modes.directory)
-            database = Database(path, self.modes.file)
+            database = Database(path, self.modes.file, create=True)
             try:
                 self._fill(database)
             finally:
