@@ -1,0 +1,144 @@
+"""Refs: generations that only grow, and files that are whole or named in an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cas import Store, refs
+from cas.digest import Digest
+from cas.errors import InvalidName, RefDamaged, RefNotFound
+from cas.refs import RefId
+from cas.testing.damage import truncate, writable
+from cas.testing.stores import assert_sound, collect, commit, contents, open_store, scratch
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with scratch() as path, open_store(path / "s") as opened:
+        yield opened
+
+
+def test_generations_rise_and_the_highest_is_current(store: Store) -> None:
+    for i in range(3):
+        assert commit(store, "a/b", bytes([i + 1])).ref.generation == i + 1
+    assert store.resolve("a/b").generation == 3
+    assert store.resolve("a/b@2").generation == 2
+    assert list(store.refs()) == [RefId("a/b", g) for g in (1, 2, 3)]
+
+
+def test_removing_the_current_generation_makes_the_one_before_it_current(store: Store) -> None:
+    commit(store, "a", b"1")
+    commit(store, "a", b"2")
+    assert [str(ref) for ref in store.remove("a@2")] == ["a@2"]
+    assert store.resolve("a").generation == 1
+
+
+def test_removing_a_name_removes_all_of_it(store: Store) -> None:
+    commit(store, "a", b"1")
+    commit(store, "a", b"2")
+    commit(store, "a/b", b"3")
+    assert len(store.remove("a")) == 2
+    assert [str(ref) for ref in store.refs()] == ["a/b@1"]
+    with pytest.raises(RefNotFound):
+        store.remove("a")
+
+
+@pytest.mark.parametrize("name", ["nothing", "mobilenet@7", "mobilenet/x"])
+def test_an_unknown_ref_is_reported_with_what_there_is(store: Store, name: str) -> None:
+    commit(store, "mobilenet", b"1")
+    with pytest.raises(RefNotFound) as caught:
+        store.resolve(name)
+    assert caught.value.exit_code == 3
+    if name != "nothing":
+        assert "mobilenet" in str(caught.value).split("; ")[1]
+
+
+def test_two_names_that_differ_only_by_case_cannot_both_exist(store: Store) -> None:
+    commit(store, "Model", b"1")
+    with store.writer() as writer, pytest.raises(InvalidName, match="only by case"):
+        writer.commit("model", {"f": writer.put(b"2")})
+    commit(store, "Model", b"3")
+
+
+@given(st.binary(max_size=130))
+def test_no_content_of_a_ref_file_is_taken_for_a_digest_that_it_is_not(data: bytes) -> None:
+    with scratch() as path:
+        layout = open_small(path)
+        layout.ref_dir("a").mkdir()
+        layout.ref("a", 1).write_bytes(data)
+        try:
+            found = refs.read(layout, RefId("a", 1))
+        except RefDamaged as error:
+            assert str(layout.ref("a", 1)) in str(error)
+        else:
+            assert f"{found.manifest}\n".encode() == data
+
+
+def open_small(path: object) -> refs.Layout:
+    layout = refs.Layout(path)  # type: ignore[arg-type]
+    layout.refs.mkdir()
+    return layout
+
+
+@pytest.mark.parametrize("size", [0, 1, 40, 71])
+def test_a_truncated_ref_is_damaged_not_missing(store: Store, size: int) -> None:
+    ref = commit(store, "a", b"1").ref
+    truncate(store.context.layout.ref("a", 1), size)
+    with pytest.raises(RefDamaged) as caught:
+        store.resolve("a")
+    assert caught.value.exit_code == 4
+    assert store.remove("a") == [ref.id]  # it can still be removed
+
+
+def test_a_ref_that_names_a_path_is_refused(store: Store) -> None:
+    commit(store, "a", b"1")
+    path = store.context.layout.ref("a", 1)
+    writable(path)
+    path.write_text("blake3:../../../../etc/passwd\n")
+    with pytest.raises(RefDamaged):
+        store.resolve("a")
+
+
+def test_what_is_not_ours_in_the_directory_is_ignored_by_everything(store: Store) -> None:
+    commit(store, "a", b"1")
+    layout = store.context.layout
+    (layout.refs / "README").write_text("hello")
+    (layout.refs / ".DS_Store").write_text("")
+    (layout.refs / "bad name").mkdir()
+    (layout.refs / "%2e%2e").mkdir()
+    (layout.ref_dir("a") / "00000002.bak").write_text("")
+    (layout.ref_dir("a") / "2").write_text("")
+    assert [str(ref) for ref in store.refs()] == ["a@1"]
+    collect(store)
+    assert_sound(store)
+    assert store.resolve("a").generation == 1
+    assert (layout.refs / "README").exists()
+
+
+def test_a_ref_that_is_a_directory_is_damaged(store: Store) -> None:
+    commit(store, "a", b"1")
+    store.context.layout.ref("a", 2).mkdir()
+    with pytest.raises(RefDamaged):
+        store.resolve("a")
+    plan_problems = collect(store).problems
+    assert len(plan_problems) == 1
+
+
+def test_a_name_that_is_free_again_starts_anew(store: Store) -> None:
+    commit(store, "a", contents(1, 100))
+    store.remove("a")
+    assert not store.context.layout.ref_dir("a").exists()
+    assert commit(store, "a", contents(2, 100)).ref.generation == 1
+
+
+def test_an_unreadable_digest_is_not_resolved_to_another(store: Store) -> None:
+    commit(store, "a", b"1")
+    path = store.context.layout.ref("a", 1)
+    writable(path)
+    path.write_text(f"{Digest.of(b'nothing')}\n")
+    with pytest.raises(Exception, match="is missing"):
+        store.manifest("a")
