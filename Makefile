@@ -29,7 +29,7 @@ test: $(STAMPS)/dev
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(STAMPS)/dev
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS) || test $$? -eq 5  # 5: none is marked slow
 
 bench: $(STAMPS)/dev
 	$(BIN)/python bench/throughput.py

@@ -18,9 +18,9 @@ from click.testing import CliRunner
 
 import cas
 from cas.testing.damage import mounted_read_only, mounted_tmpfs
+from cas.testing.stores import CHUNK, contents, open_store, scratch
 
 ROOT = Path(__file__).resolve().parents[2]
-CHUNK = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,10 @@ Run = Callable[..., Outcome]
 
 
 @pytest.fixture
-def store_dir(tmp_path: Path) -> Path:
-    return tmp_path / "store"
+def store_dir() -> Iterator[Path]:
+    """Where a store may come to be; in memory, since a store is hundreds of directories."""
+    with scratch() as directory:
+        yield directory / "store"
 
 
 @pytest.fixture
@@ -101,20 +103,21 @@ class Filled:
 
 
 @pytest.fixture(scope="session")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Filled:
+def template() -> Iterator[Filled]:
     """The store that `filled` copies: making one durably takes longer than most tests."""
-    path = tmp_path_factory.mktemp("template") / "store"
-    old, new, other = (os.urandom(3 * CHUNK + 17) for _ in range(3))
-    with cas.Store.open(path, chunk_size=CHUNK) as store:
-        commit(store, "models/one", old)
-        commit(store, "models/one", new)
-        commit(store, "other", other)
-    return Filled(path, old, new, other)
+    old, new, other = (contents(seed, 3 * CHUNK + 17) for seed in range(3))
+    with scratch() as directory:
+        path = directory / "store"
+        with open_store(path) as store:
+            commit(store, "models/one", old)
+            commit(store, "models/one", new)
+            commit(store, "other", other)
+        yield Filled(path, old, new, other)
 
 
 @pytest.fixture
 def filled(template: Filled, store_dir: Path) -> Filled:
-    shutil.copytree(template.path, store_dir)
+    shutil.copytree(template.path, store_dir, symlinks=True)
     return replace(template, path=store_dir)
 
 
