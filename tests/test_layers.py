@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "executorch", "torchao", "numpy", "transformers")
 
@@ -59,6 +64,18 @@ def test_import_contracts_hold() -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_module_of_the_library_has_a_layer() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    contracts = {c["id"]: c for c in settings["tool"]["importlinter"]["contracts"]}
+    layered = {name.strip() for line in contracts["layers"]["layers"] for name in line.split("|")}
+    modules = {
+        f"cas.{path.stem}"
+        for path in (ROOT / "cas").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert modules - {"cas.__init__"} == layered - {"cas_cli"}
 
 
 def test_importing_the_library_loads_no_framework_and_no_user_interface() -> None:
