@@ -61,7 +61,7 @@ class Command(click.Command):
         shared: list[tuple[str, str]] = []
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
-            if record is not None:
+            if record is not None and isinstance(param, click.Option):
                 (shared if param in self.global_params else own).append(record)
         for title, rows in (("Options", own), ("Global options", shared)):
             if rows:

@@ -42,7 +42,6 @@ class MissingExtra(Refused):
 
 def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options that correspond one to one to arguments of torch.export and ExecuTorch."""
-    number = click.IntRange(min=1)
     decorators: list[Decorator] = [
         click.option(
             "--strict/--no-strict",
@@ -60,9 +59,24 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
             help="Do not validate the edge program (quantized models may need it).",
         ),
         click.option("--no-dim-order", is_flag=True, help="Skip the dim order operators."),
-        click.option("--segment-alignment", type=number, metavar="BYTES"),
-        click.option("--constant-alignment", type=number, metavar="BYTES"),
-        click.option("--delegate-alignment", type=number, metavar="BYTES"),
+        click.option(
+            "--segment-alignment",
+            type=int,
+            metavar="BYTES",
+            help="A power of two; ExecuTorch's own by default.",
+        ),
+        click.option(
+            "--constant-alignment",
+            type=int,
+            metavar="BYTES",
+            help="A power of two; ExecuTorch's own by default.",
+        ),
+        click.option(
+            "--delegate-alignment",
+            type=int,
+            metavar="BYTES",
+            help="A power of two; ExecuTorch's own by default.",
+        ),
         click.option(
             "--no-extract-delegate-segments",
             is_flag=True,
