@@ -170,7 +170,8 @@ def execute(store: Store, made: Plan, progress: Progress = SILENT) -> Report:
             progress.advance(sum(item.size for item in chunks))
         _remove_empty_names(context)
         if made.stale_entries:
-            context.index.forget_vanished()
+            with contextlib.suppress(NoSpace):  # they are harmless; the next gc finds them again
+                context.index.reconcile()
         progress.finish()
     return Report(
         len(made.chunks), made.dead_bytes, freed, made.spared + spared, made.marks.listed()
@@ -189,7 +190,7 @@ def _unused_chunks(context: Context, marks: Marks, grace: float) -> tuple[list[G
         files += 1
         if digest not in marks.chunks:
             candidates.append((digest, entry))
-    with context.index.read() as txn:
+    with context.index.read_if_possible() as txn:
         stale = txn.totals()[0] > files
         for digest, entry in candidates:
             with contextlib.suppress(FileNotFoundError):
@@ -261,7 +262,7 @@ def _batches(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
 @contextlib.contextmanager
 def _batch(context: Context, marks: Marks) -> Iterator[Transaction]:
     """The mutex, with ``marks`` brought up to date under it."""
-    with context.index.write() as txn:
+    with context.index.exclude() as txn:
         marks.add_leases(context)
         marks.add_refs(context)
         yield txn
@@ -285,9 +286,9 @@ def _delete_chunks(context: Context, marks: Marks, batch: Sequence[Garbage]) -> 
                     fsio.unlink(context.layout.chunk(item.digest))
                     gone.append(item)
     except NoSpace:
-        # Nothing was free for the index's own pages. The files are gone, so now there is room;
-        # entries without files are harmless (every hit looks for the file).
-        with context.index.write() as txn:
+        # Nothing was free for the index's own pages. The files are gone, so now there is room, or
+        # else the entries stay: without files they are harmless, and the next gc removes them.
+        with contextlib.suppress(NoSpace), context.index.write() as txn:
             for item in gone:
                 if chunkfiles.size_on_disk(context.layout.chunk(item.digest)) is None:
                     txn.delete(item.digest)
@@ -302,7 +303,7 @@ def _remove_dead_writers(context: Context) -> int:
         size = tree_size(staging)
         if leases.remove_dead(context.layout, writer, partial(fsio.remove_tree, staging)):
             freed += size
-    with context.index.write():  # no rebuild is under way inside a transaction
+    with context.index.exclude():  # no rebuild is under way inside a transaction
         for name in os.listdir(context.layout.tmp):
             if name.startswith(("index-", "header-")):
                 left = context.layout.tmp / name
@@ -315,7 +316,7 @@ def _remove_dead_writers(context: Context) -> int:
 
 
 def _remove_empty_names(context: Context) -> None:
-    with context.index.write():
+    with context.index.exclude():
         for name in refs.names(context.layout):
             if not refs.generations(context.layout, name):
                 fsio.remove_directory(context.layout.ref_dir(name))

@@ -29,6 +29,7 @@ import lmdb
 from cas import chunkfiles, fsio
 from cas.database import (
     DAMAGE,
+    Absent,
     Database,
     Entry,
     Transaction,
@@ -38,7 +39,7 @@ from cas.database import (
     stamp,
 )
 from cas.digest import Digest
-from cas.errors import Refused, StoreDamaged
+from cas.errors import NoSpace, Refused, StoreDamaged
 from cas.layout import Layout
 
 __all__ = ["Entry", "Index", "Transaction"]
@@ -143,6 +144,43 @@ class Index:
             yield Transaction(txn, database.chunks, database.meta)
 
     @contextlib.contextmanager
+    def read_if_possible(self) -> Iterator[Transaction]:
+        """`read`; or nothing, of an index that is missing where the disk is too full to make it."""
+        with self._mutex:
+            if self._is_possible():
+                with self.read() as txn:
+                    yield txn
+            else:
+                yield Absent()
+
+    @contextlib.contextmanager
+    def exclude(self) -> Iterator[Transaction]:
+        """The store's mutex, for who only removes files: it is to be had on a full disk too.
+
+        It is `write`, except where the index is missing or damaged and there is no room to make
+        it: then ``locks/index`` is held exclusively. Every transaction of every process holds it
+        shared, so nobody decides anything meanwhile.
+        """
+        with self._mutex:
+            if self._is_possible():
+                with self.write() as txn:
+                    yield txn
+                return
+            self._take(fsio.FileLock.exclusive)
+            try:
+                yield Absent()
+            finally:
+                self._lock.unlock()
+
+    def _is_possible(self) -> bool:
+        """Whether there can be a transaction: False if that takes space which is not there."""
+        try:
+            with self._current():
+                return True
+        except NoSpace:
+            return False
+
+    @contextlib.contextmanager
     def _current(self) -> Iterator[Database]:
         """Hold the shared lock over the database that ``index/`` names now."""
         self._require_own_process()
@@ -183,10 +221,21 @@ class Index:
                     self.layout.index, f"is damaged ({error}); it is rebuilt at its next use"
                 ) from error
 
-    def forget_vanished(self) -> int:
-        """Remove the entries whose chunk file is gone (a gc was killed); return how many."""
+    def reconcile(self) -> int:
+        """Remove the entries whose chunk file is gone (a gc was killed); return how many.
+
+        An index whose totals are not the sum of its entries is rebuilt.
+        """
+        digests = []
+        size = 0
         with self.read() as txn:
-            digests = [digest for digest, _ in txn.items()]
+            for digest, entry in txn.items():
+                digests.append(digest)
+                size += entry.size
+            sound = txn.totals() == (len(digests), size)
+        if not sound:
+            self.rebuild("its totals are wrong")
+            return 0
         lost = [d for d in digests if chunkfiles.size_on_disk(self.layout.chunk(d)) is None]
         for start in range(0, len(lost), 1024):
             with self.write() as txn:
@@ -197,14 +246,14 @@ class Index:
 
     # --- opening, checking, rebuilding ----------------------------------------------------------
 
-    def rebuild(self) -> None:
+    def rebuild(self, reason: str = "as asked") -> None:
         """Throw the index away and make it again from the chunk files."""
         self._require_own_process()
         with self._mutex:
             self._take(fsio.FileLock.exclusive)
             try:
                 self._close_environment()
-                self._build("as asked")
+                self._build(reason)
             finally:
                 self._lock.unlock()
 

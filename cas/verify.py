@@ -65,7 +65,7 @@ def verify(
     context = store.context
     context.require_writable("verify (it sets damaged chunks aside)")
     found = _check_chunks(context, max_duration, progress)
-    context.index.forget_vanished()
+    context.index.reconcile()
     missing, affected, problems = _check_refs(context)
     return Report(
         found.checked,
