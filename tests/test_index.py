@@ -268,8 +268,8 @@ def test_entries_of_vanished_files_are_forgotten(root: Path) -> None:
     with open_store(root) as store:
         victim = chunk_files(store)[0]
         victim.unlink()
-        assert store.context.index.forget_vanished() == 1
-        assert store.context.index.forget_vanished() == 0
+        assert store.context.index.reconcile() == 1
+        assert store.context.index.reconcile() == 0
         with store.context.index.read() as txn:
             assert txn.totals()[0] == len(chunk_files(store))
 

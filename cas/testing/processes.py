@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import select
 import signal
 import struct
 import time
@@ -63,6 +64,10 @@ class Child:
         if kind == "error":
             raise ChildFailed(value)
         assert (kind, value) == ("word", word), f"expected {word!r}, got {kind} {value!r}"
+
+    def has_news(self, seconds: float) -> bool:
+        """Whether the other side said or returned something within ``seconds``."""
+        return bool(select.select([self._in], [], [], seconds)[0])
 
     def _send(self, message: tuple[str, Any]) -> None:
         data = pickle.dumps(message)

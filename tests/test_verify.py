@@ -1,0 +1,291 @@
+"""Verify: every kind of damage is found, set aside, told, and healed by the next put."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cas import Digest, Store, stats, verify
+from cas.errors import CasError, ChunkDamaged
+from cas.index import Entry
+from cas.testing import forked
+from cas.testing.damage import flip_bit, truncate, writable
+from cas.testing.stores import (
+    CHUNK,
+    assert_sound,
+    chunk_files,
+    collect,
+    commit,
+    contents,
+    open_store,
+    scratch,
+)
+
+ONE = contents(1, 3 * CHUNK)
+TWO = contents(1, CHUNK) + contents(2, 100)  # shares a chunk with ONE
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+        self.step = 0.0
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with scratch() as path:
+        yield path
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(root: Path, clock: Clock) -> Iterator[Store]:
+    with open_store(root / "s", clock=clock) as opened:
+        commit(opened, "one", ONE)
+        commit(opened, "two", TWO)
+        commit(opened, "three", contents(3, 100))
+        yield opened
+
+
+def shared_chunk(store: Store) -> Path:
+    return store.context.layout.chunk(Digest.of(ONE[:CHUNK]))
+
+
+def test_a_sound_store_is_clean(store: Store) -> None:
+    report = verify.verify(store)
+    assert report.clean and report.complete
+    assert (report.checked_chunks, report.checked_bytes) == (5, 3 * CHUNK + 200)
+
+
+def spoil(path: Path, how: str) -> None:
+    if how == "one bit":
+        flip_bit(path, 777, 5)
+    elif how == "zeros":
+        writable(path)
+        path.write_bytes(bytes(path.stat().st_size))
+    else:
+        truncate(path, {"cut": 100, "emptied": 0, "grown": CHUNK + 1, "huge": 1 << 40}[how])
+
+
+@pytest.mark.parametrize("how", ["one bit", "zeros", "cut", "emptied", "grown", "huge"])
+def test_a_damaged_chunk_is_set_aside_and_its_artifacts_named(
+    store: Store, root: Path, how: str
+) -> None:
+    victim = shared_chunk(store)
+    digest = Digest(bytes.fromhex(victim.name))
+    spoil(victim, how)
+    report = verify.verify(store)
+    assert report.damaged == report.missing == (digest,)
+    assert report.affected_refs == ("one@1", "two@1")
+    assert not report.problems and not report.clean
+    assert not victim.exists()
+    assert [p.name for p in store.context.layout.quarantine.iterdir()] == [victim.name]
+    assert stats.stats(store).quarantined_bytes == (
+        store.context.layout.quarantined(digest).stat().st_size
+    )
+    # Healed by the next export that produces the bytes.
+    assert commit(store, "again", ONE).new_chunks == 1
+    for name, data in (("one", ONE), ("two", TWO)):
+        (path,) = store.assemble(name, root / "out")
+        assert path.read_bytes() == data
+    assert_sound(store)
+
+
+def test_a_missing_chunk_is_named_with_its_artifacts(store: Store) -> None:
+    victim = shared_chunk(store)
+    victim.unlink()
+    report = verify.verify(store)
+    assert report.missing == (Digest(bytes.fromhex(victim.name)),)
+    assert report.damaged == ()
+    assert report.affected_refs == ("one@1", "two@1")
+    commit(store, "again", ONE)
+    assert_sound(store)
+
+
+def test_damaged_garbage_affects_nobody(store: Store) -> None:
+    store.remove("three")
+    flip_bit(store.context.layout.chunk(Digest.of(contents(3, 100))))
+    report = verify.verify(store)
+    assert len(report.damaged) == 1
+    assert (report.missing, report.affected_refs) == ((), ())
+    collect(store)
+    assert_sound(store)
+
+
+def test_unreadable_refs_and_manifests_are_problems_and_named(store: Store) -> None:
+    flip_bit(store.context.layout.manifest(store.resolve("one").manifest), 50)
+    truncate(store.context.layout.ref("two", 1), 3)
+    report = verify.verify(store)
+    assert report.affected_refs == ("one@1", "two@1")
+    assert len(report.problems) == 2
+    assert not report.damaged
+    store.remove("one")
+    store.remove("two")
+    collect(store)
+    assert_sound(store)
+
+
+def test_a_chunk_in_the_wrong_place_is_damaged(store: Store) -> None:
+    one, *_, last = chunk_files(store)
+    writable(one)
+    one.write_bytes(last.read_bytes())
+    assert verify.verify(store).damaged == (Digest(bytes.fromhex(one.name)),)
+
+
+def test_files_that_are_no_chunks_are_left_alone(store: Store) -> None:
+    stray = store.context.layout.chunks / "00" / "README"
+    stray.write_text("mine")
+    misplaced = store.context.layout.chunks / "00" / ("ff" * 32)
+    misplaced.write_text("mine too")
+    assert verify.verify(store).clean
+    collect(store)
+    assert stray.exists() and misplaced.exists()
+
+
+def test_wrong_entries_are_put_right_and_no_chunk_is_blamed(store: Store) -> None:
+    digest = Digest.of(ONE[:CHUNK])
+    with store.context.index.write() as txn:
+        txn.put(digest, Entry(2**50, 0, 0))
+        txn.put(Digest.of(b"vanished"), Entry(10, 0, 0))
+    assert verify.verify(store).clean
+    assert_sound(store)
+
+
+def test_the_least_recently_verified_come_first(store: Store, clock: Clock) -> None:
+    verify.verify(store)
+    clock.now += 100
+    commit(store, "new", contents(9, 50))
+    seen: list[int] = []
+    real = verify._check_one
+
+    def check(context: object, digest: Digest, size: int) -> object:
+        seen.append(size)
+        return real(context, digest, size)  # type: ignore[arg-type]
+
+    verify._check_one = check  # type: ignore[assignment]
+    try:
+        verify.verify(store)
+    finally:
+        verify._check_one = real
+    assert seen[0] == 50
+
+
+def test_a_bounded_run_stops_and_the_next_goes_on_where_it_stopped(root: Path) -> None:
+    clock = Clock()
+    data = contents(4, 30 * CHUNK)
+    with open_store(root / "s", clock=clock, workers=1) as store:
+        commit(store, "a", data)
+        clock.step = 1
+        checked: set[Digest] = set()
+        for _ in range(40):
+            clock.now += 60
+            report = verify.verify(store, max_duration=8)
+            assert report.clean
+            assert report.checked_chunks >= 1
+            with store.context.index.read() as txn:
+                done = {d for d, entry in txn.items() if entry.last_verified}
+            assert checked < done or report.complete
+            checked = done
+            if len(checked) == 30:
+                break
+        assert len(checked) == 30
+        assert not verify.verify(store, max_duration=3).complete
+        assert verify.verify(store).complete
+
+
+def test_no_time_at_all_checks_no_chunk_but_still_the_refs(store: Store) -> None:
+    shared_chunk(store).unlink()
+    report = verify.verify(store, max_duration=0)
+    assert (report.checked_chunks, report.complete) == (0, False)
+    assert report.affected_refs == ("one@1", "two@1")
+
+
+def test_a_removal_and_gc_during_verify_are_no_damage(store: Store) -> None:
+    real = verify._check_refs
+
+    def after_a_removal(context: object) -> object:
+        return real(context)  # type: ignore[arg-type]
+
+    listed = verify.refs.ids(store.context.layout)
+    names = list(listed)
+    store.remove("one")
+    collect(store)
+    verify.refs.ids, saved = lambda layout: iter(names), verify.refs.ids  # type: ignore[assignment]
+    try:
+        assert after_a_removal(store.context) == (set(), [], [])
+    finally:
+        verify.refs.ids = saved
+
+
+def test_a_chunk_replaced_while_it_is_being_checked_is_not_set_aside(store: Store) -> None:
+    victim = shared_chunk(store)
+    good = victim.read_bytes()
+    flip_bit(victim)
+    real = verify._check_one
+
+    def check(context: object, digest: Digest, size: int) -> object:
+        found = real(context, digest, size)  # type: ignore[arg-type]
+        if isinstance(found, ChunkDamaged):
+            victim.write_bytes(good)  # a writer that just stored it afresh
+        return found
+
+    verify._check_one = check  # type: ignore[assignment]
+    try:
+        report = verify.verify(store)
+    finally:
+        verify._check_one = real
+    assert report.clean and victim.exists()
+
+
+@pytest.mark.parametrize("count", [50, pytest.param(500, marks=pytest.mark.slow)])
+def test_one_flipped_bit_anywhere_is_found_or_harmless(root: Path, count: int) -> None:
+    """Over chunks, manifests, refs, leases, config and header; never a wrong output file."""
+    with open_store(root / "s") as store:
+        commit(store, "one", ONE)
+        commit(store, "two", TWO)
+        store.set_config("grace", "1h")
+        layout = store.context.layout
+    (layout.leases / ("a" * 32)).write_bytes(b"c" + bytes(32))
+    files = [
+        path
+        for path in sorted((root / "s").rglob("*"))
+        if path.is_file() and path.stat().st_size and path.parent != layout.index
+    ]
+    dice = random.Random(count)
+
+    def use() -> None:
+        try:
+            with open_store(root / "s") as store:
+                for name, data in (("one", ONE), ("two", TWO)):
+                    try:
+                        (path,) = store.assemble(name, root / "out")
+                        assert path.read_bytes() == data
+                    except CasError:
+                        assert not verify.verify(store).clean
+                        return
+        except CasError:
+            return  # the store did not open: said so
+
+    for _ in range(count):
+        victim = dice.choice(files)
+        offset, bit = dice.randrange(victim.stat().st_size), dice.randrange(8)
+        flip_bit(victim, offset, bit)
+        forked(use)
+        if victim.exists():
+            flip_bit(victim, offset, bit)
+        else:  # in quarantine
+            (layout.quarantine / victim.name).rename(victim)
+            flip_bit(victim, offset, bit)
+    with open_store(root / "s") as store:
+        assert_sound(store)
