@@ -14,6 +14,7 @@ from typing import Any
 import lmdb
 from lmdb import verify as lmdb_verify
 
+from cas import fsio
 from cas.digest import Digest
 from cas.errors import Refused
 
@@ -32,6 +33,8 @@ DAMAGE = (
     lmdb.PageFullError,
     lmdb.CursorFullError,
 )
+#: A commit is smaller than this, and would not have run out of room with more.
+_ALMOST_FULL = 1 << 20
 _VALUE = struct.Struct("<QQQ")
 _COUNTER = struct.Struct("<QQ")
 
@@ -97,6 +100,31 @@ class Transaction:
             value = _COUNTER.pack(max(count, 0), max(size, 0))
             self._txn.put(b"totals", value, db=self._meta)
             self._delta = [0, 0]
+
+
+class Absent(Transaction):
+    """What a transaction shows of an index that is not there: nothing, and changes are lost.
+
+    That is always safe, since the chunk files are the truth.
+    """
+
+    def __init__(self) -> None:
+        pass  # there is nothing to hold
+
+    def get(self, digest: Digest) -> Entry | None:
+        return None
+
+    def put(self, digest: Digest, entry: Entry) -> None:
+        return None
+
+    def items(self) -> Iterator[tuple[Digest, Entry]]:
+        return iter(())
+
+    def totals(self) -> tuple[int, int]:
+        return (0, 0)
+
+    def settle(self) -> None:
+        return None
 
 
 class Database:
@@ -210,6 +238,13 @@ def lmdb_errors(path: Path) -> Iterator[None]:
     except lmdb.ReadersFullError as error:
         raise Refused(f"too many processes read {path}; try again when some have ended") from error
     except lmdb.Error as error:
-        if "No space left" in str(error):
+        if "No space left" in str(error) or _is_short_write(error, path):
             raise OSError(errno.ENOSPC, str(error), str(path)) from error
         raise
+
+
+def _is_short_write(error: lmdb.Error, path: Path) -> bool:
+    """Whether a commit found room for a part of its pages: LMDB calls that an I/O error."""
+    with contextlib.suppress(OSError):
+        return "Input/output error" in str(error) and fsio.free_bytes(path) < _ALMOST_FULL
+    return False

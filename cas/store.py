@@ -133,7 +133,7 @@ class Store:
             RefNotFound, InvalidName, ReadOnlyStore
         """
         self.context.require_writable("remove an artifact")
-        with self.context.index.write():
+        with self.context.index.exclude():
             targets = self.select(name)
             removed = [self._read_or_id(target) for target in targets]
             for target in targets:

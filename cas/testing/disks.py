@@ -11,22 +11,8 @@ from pathlib import Path
 
 #: What mkfs needs for small images; root's reserve and lazy writes would blur what "full" means.
 _MAKE = {
-    # fmt: off
-    "ext4": (
-        "mkfs.ext4",
-        "-q",
-        "-F",
-        "-b",
-        "4096",
-        "-m",
-        "0",
-        "-N",
-        "16384",
-        "-E",
-        "lazy_itable_init=0,lazy_journal_init=0",
-    ),
-    "xfs": ("mkfs.xfs", "-q", "-f"),
-    # fmt: on
+    "ext4": ["mkfs.ext4", "-qF", "-b4096", "-m0", "-N16384", "-Elazy_itable_init=0"],
+    "xfs": ["mkfs.xfs", "-qf"],
 }
 #: The smallest image, in bytes, that mkfs makes without complaint.
 SMALLEST = {"ext4": 24 << 20, "xfs": 300 << 20}
