@@ -1,0 +1,315 @@
+"""Every operation on a filesystem with nothing left, or too little: it works, or fails clearly.
+
+A failure is `NoSpace`, loses nothing that was committed, and leaves nothing behind that is in the
+way later. gc always works, and frees space.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from cas import Store, verify
+from cas.digest import Digest
+from cas.errors import NoSpace
+from cas.fsio import free_bytes
+from cas.stats import stats
+from cas.testing.damage import fill_disk, mounted_tmpfs
+from cas.testing.disks import make_image, mounted_image
+from cas.testing.stores import (
+    CHUNK,
+    assert_sound,
+    chunk_files,
+    collect,
+    commit,
+    contents,
+    open_store,
+    scratch,
+)
+
+KEPT = {"kept/one": contents(1, 15 * CHUNK + 5), "kept/two": contents(2, CHUNK) + b"tail"}
+GARBAGE = contents(3, 4 * CHUNK)
+NEW = contents(4, 15 * CHUNK + 77)
+DISK = 32 << 20
+#: What an index takes that had to be made anew.
+INDEX_BYTES = 160 << 10
+
+
+# --- disks and stores ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["tmpfs", "ext4"])
+def disk(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """The mount point of a small filesystem."""
+    with tempfile.TemporaryDirectory(prefix="cas-full-") as name, contextlib.ExitStack() as stack:
+        point = Path(name) / "disk"
+        try:
+            if request.param == "tmpfs":
+                stack.enter_context(mounted_tmpfs(point, DISK))
+            else:
+                make_image(Path(name) / "image", request.param, DISK)
+                stack.enter_context(mounted_image(Path(name) / "image", point))
+        except PermissionError as error:
+            pytest.skip(str(error))
+        yield point
+
+
+@pytest.fixture(scope="module")
+def template() -> Iterator[Path]:
+    with scratch() as directory:
+        with open_store(directory / "store") as store:
+            for name, data in KEPT.items():
+                commit(store, name, data)
+            commit(store, "lost", GARBAGE)
+            commit(store, "doomed", KEPT["kept/two"])
+            store.remove("lost")
+        yield directory
+
+
+@pytest.fixture
+def root(disk: Path, template: Path) -> Iterator[Path]:
+    """A directory on the small disk, with a store in it: two artifacts to keep, some garbage."""
+    copy = disk / "root"
+    shutil.copytree(template, copy, symlinks=True)
+    with open_store(copy / "store") as store, store.context.index.read():
+        pass  # the index is checked, and gets a stamp that fits the copy
+    yield copy
+    for path in disk.iterdir():
+        if path.name != "lost+found":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@contextlib.contextmanager
+def full(root: Path, leave: int = 0) -> Iterator[None]:
+    """Nothing but ``leave`` bytes free for the length of the block."""
+    ballast = fill_disk(root.parent, leave)
+    try:
+        yield
+    finally:
+        ballast.unlink()
+
+
+# --- operations ---------------------------------------------------------------------------------
+
+
+def put(root: Path) -> None:
+    with open_store(root / "store") as store, store.writer() as writer:
+        recipe = writer.put(NEW)
+        writer.barrier()
+        assert writer.read(recipe) == NEW
+
+
+def commit_known(root: Path) -> None:
+    with open_store(root / "store") as store:
+        assert commit(store, "again", KEPT["kept/one"]).new_bytes == 0
+        assert_assembles(store, "again", KEPT["kept/one"])
+
+
+def commit_new(root: Path) -> None:
+    with open_store(root / "store") as store:
+        commit(store, "new", NEW)
+        assert_assembles(store, "new", NEW)
+
+
+def assemble(root: Path) -> None:
+    with open_store(root / "store") as store:
+        try:
+            (path,) = store.assemble("kept/one", root / "out")
+        except NoSpace:
+            assert not (root / "out").exists() or not any((root / "out").iterdir())
+            raise
+        assert path.read_bytes() == KEPT["kept/one"]
+
+
+def collect_garbage(root: Path) -> None:
+    with open_store(root / "store") as store:
+        collect(store)
+        assert stats(store).garbage_bytes == 0
+
+
+def remove(root: Path) -> None:
+    with open_store(root / "store") as store:
+        if "doomed" in {ref.name for ref in store.refs()}:
+            store.remove("doomed")
+        assert "doomed" not in {ref.name for ref in store.refs()}
+
+
+def verify_all(root: Path) -> None:
+    with open_store(root / "store") as store:
+        report = verify.verify(store)
+        assert report.clean and report.complete
+
+
+def rebuild(root: Path) -> None:
+    with open_store(root / "store") as store:
+        store.context.index.rebuild()
+
+
+def open_clean(root: Path) -> None:
+    with open_store(root / "store") as store:
+        assert stats(store).chunks == len(chunk_files(store))
+
+
+def open_after_kill(root: Path) -> None:
+    (root / "store" / "index" / "stamp").unlink(missing_ok=True)
+    open_clean(root)
+
+
+def create(root: Path) -> None:
+    with open_store(root / "another") as store:
+        commit(store, "a", b"b")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """``needs``: bytes it writes, about. ``works``: there is no excuse on a full disk."""
+
+    run: Callable[[Path], None]
+    needs: int
+    works: bool = False
+    is_large: bool = False
+
+
+OPERATIONS = {
+    "put": Operation(put, len(NEW), is_large=True),
+    "commit-known": Operation(commit_known, 16 << 10),
+    "commit-new": Operation(commit_new, len(NEW), is_large=True),
+    "assemble": Operation(assemble, len(KEPT["kept/one"]), is_large=True),
+    "gc": Operation(collect_garbage, 16 << 10, works=True),
+    "rm": Operation(remove, 4 << 10, works=True),
+    "verify": Operation(verify_all, 16 << 10),
+    "rebuild": Operation(rebuild, 128 << 10),
+    "open": Operation(open_clean, 4 << 10, works=True),
+    "open-after-kill": Operation(open_after_kill, 4 << 10, works=True),
+    "create": Operation(create, 2 << 20),
+}
+
+
+# --- what must hold -----------------------------------------------------------------------------
+
+
+def assert_assembles(store: Store, name: str, data: bytes) -> None:
+    with scratch() as directory:
+        (path,) = store.assemble(name, directory)
+        assert path.read_bytes() == data
+
+
+def assert_nothing_lost(root: Path) -> None:
+    """As a reader sees it that writes nothing; and no half file has a final name."""
+    with open_store(root / "store", read_only=True) as store:
+        for name, data in KEPT.items():
+            assert_assembles(store, name, data)
+        for path in chunk_files(store):
+            assert Digest.of(path.read_bytes()).hex() == path.name
+
+
+def assert_gc_works(root: Path) -> None:
+    with open_store(root / "store") as store:
+        freed = collect(store).freed_bytes
+        again = collect(store)
+        assert again.freed_bytes == again.dead_chunks == 0
+        layout = store.context.layout
+        assert not [*layout.tmp.iterdir(), *layout.leases.iterdir()]
+    assert freed == 0 or free_bytes(root) >= freed - INDEX_BYTES
+
+
+def assert_all_is_well(root: Path) -> None:
+    with open_store(root / "store") as store:
+        assert_sound(store)
+        for name, data in KEPT.items():
+            assert_assembles(store, name, data)
+
+
+@pytest.mark.parametrize("free", ["nothing", "one chunk", "half"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_it_works_or_fails_clearly_and_loses_nothing(root: Path, name: str, free: str) -> None:
+    operation = OPERATIONS[name]
+    leave = {"nothing": 0, "one chunk": CHUNK, "half": operation.needs // 2}[free]
+    with full(root, leave):
+        error = None
+        try:
+            operation.run(root)
+        except NoSpace as raised:
+            error = raised
+            assert "no space left" in str(error) and "cas gc" in str(error)
+        assert not (operation.works and error), f"{name} must work on a full disk"
+        assert error or not operation.is_large, f"{name} cannot have worked"
+        assert_nothing_lost(root)
+        fill_disk(root.parent)  # what a failed operation gave back
+        assert_gc_works(root)
+        assert_nothing_lost(root)
+    assert_all_is_well(root)
+    operation.run(root)
+    assert_all_is_well(root)
+
+
+def test_gc_removes_one_tiny_chunk_with_an_index_that_has_no_spare_page(root: Path) -> None:
+    """Nothing it frees is enough for the index's own pages."""
+    with open_store(root / "store") as store:
+        collect(store)
+        commit(store, "tiny", b"x")
+        store.remove("tiny")
+        collect_manifests_only(store)
+        store.context.index.rebuild()
+    with full(root):
+        with open_store(root / "store") as store:
+            report = collect(store)
+            assert (report.dead_chunks, report.freed_bytes) == (1, 1)
+        assert_nothing_lost(root)
+    with open_store(root / "store") as store:
+        collect(store)  # which also sweeps an entry that had to stay
+    assert_all_is_well(root)
+
+
+def collect_manifests_only(store: Store) -> None:
+    """What a gc leaves that was killed after its manifests: chunks alone."""
+    kept = {store.resolve(name).manifest.hex() for name in (*KEPT, "doomed")}
+    for path in store.context.layout.manifests.glob("*/*"):
+        if path.name not in kept:
+            path.unlink()
+
+
+@pytest.mark.parametrize("lost", ["index", "index/data.mdb", "index/lock.mdb"])
+def test_gc_works_when_the_index_is_gone_too(root: Path, lost: str) -> None:
+    gone = root / "store" / lost
+    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    with full(root):
+        remove(root)
+        assert_gc_works(root)
+        assert_nothing_lost(root)
+    assert_all_is_well(root)
+
+
+def test_gc_works_when_the_index_is_damaged(root: Path) -> None:
+    data = root / "store" / "index" / "data.mdb"
+    data.write_bytes(b"\xff" * data.stat().st_size)
+    with full(root):
+        assert_gc_works(root)
+        assert_nothing_lost(root)
+    assert_all_is_well(root)
+
+
+def test_the_command_line_exits_with_6_or_does_it(root: Path) -> None:
+    from cas_cli.main import cli
+
+    def run(*arguments: str) -> int:
+        command = ["--store", str(root / "store"), *arguments]
+        result = CliRunner().invoke(cli, command, prog_name="cas")
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+        return result.exit_code
+
+    with full(root):
+        assert run("assemble", "kept/one", "-o", str(root / "out")) == 6
+        assert run("ls") == run("show", "kept/one") == run("stats") == 0
+        assert run("verify") in (0, 6)
+        assert run("rm", "doomed") == 0
+        assert run("gc") == 0
+    assert run("assemble", "kept/one", "-o", str(root / "out")) == 0
+    assert run("verify") == 0
