@@ -11,7 +11,7 @@ import errno
 import os
 import secrets
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from blake3 import blake3
 from cas import chunkfiles, fsio
 from cas.chunkfiles import Need
 from cas.context import Context
-from cas.digest import Digest
+from cas.digest import Digest, long_hasher
 from cas.errors import NoSpace, PermissionRefused, Refused
 from cas.manifest import ChunkPart, DataPart, Part, Recipe, ZeroPart
 from cas.progress import Progress
@@ -50,6 +50,17 @@ def check_directory(directory: Path) -> None:
         raise Refused(
             f"the output directory {directory} is a file, or lies below one; choose another"
         ) from None
+
+
+def check_targets(directory: Path, names: Iterable[str]) -> None:
+    """See before the work begins that no directory stands where a file should go.
+
+    Raises:
+        PermissionRefused
+    """
+    for name in names:
+        if (directory / name).is_dir():
+            raise PermissionRefused(directory / name, "replace", "it is a directory")
 
 
 def check_space(directory: Path, recipes: Mapping[str, Recipe]) -> None:
@@ -91,7 +102,7 @@ class Assembly:
 
     def write_hashed(self, name: str, recipe: Recipe) -> Digest:
         """`write`, and the BLAKE3 of the whole file."""
-        hasher = blake3(max_threads=blake3.AUTO)
+        hasher = long_hasher()
         self._write(name, recipe, True, hasher)
         return Digest(hasher.digest())
 
@@ -212,6 +223,7 @@ def assembling(
         NoSpace, Refused, PermissionRefused: the directory.
     """
     check_directory(directory)
+    check_targets(directory, recipes)
     check_space(directory, recipes)
     progress.start("assemble", sum(recipe.size for recipe in recipes.values()))
     with ThreadPoolExecutor(context.workers, thread_name_prefix="cas-assemble") as pool:

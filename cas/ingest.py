@@ -321,7 +321,11 @@ def _fill(stream: Readable, view: memoryview) -> int:
     done = 0
     while done < len(view):
         count = stream.readinto(view[done:])
-        if not count:
+        if count is None or not 0 <= count <= len(view) - done:
+            raise UsageError(
+                f"the stream's readinto gave {count!r}; a blocking binary stream is needed"
+            )
+        if count == 0:
             break
         done += count
     return done

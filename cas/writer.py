@@ -14,7 +14,7 @@ from cas.assemble import assembling
 from cas.context import Context
 from cas.digest import Digest
 from cas.errors import UsageError
-from cas.index import Entry, Transaction
+from cas.index import Entry
 from cas.ingest import Counters, Ingest, Readable
 from cas.layout import check_file_name
 from cas.leases import Lease
@@ -195,8 +195,11 @@ class Writer:
         entries = [FileEntry(file, digests[file], recipe) for file, recipe in recipes.items()]
         manifest = Manifest(check_files(entries), tuple(tensors), provenance or {})
         digest = self._write_manifest(manifest)
-        with self._context.index.write() as txn:
-            self._settle_chunks(txn, manifest)
+        self._stamp_chunks(manifest)
+        # No change to the index in this transaction: once the ref is linked, the artifact is
+        # committed, and a full disk must not make its caller believe otherwise.
+        with self._context.index.write():
+            self._check_chunks(manifest)
             ref = refs.create(
                 self._context.layout,
                 name,
@@ -222,14 +225,22 @@ class Writer:
         self._lease.add_manifest(digest)
         path = layout.manifest(digest)
         with self._context.index.write(), fsio.os_errors(path):
-            if chunkfiles.size_on_disk(path) != len(data):
+            if not _holds(path, data):
                 temporary = layout.staging(self._lease.id) / "manifest"
                 fsio.replace_file(path, data, mode=modes.data, temporary=temporary)
         return digest
 
-    def _settle_chunks(self, txn: Transaction, manifest: Manifest) -> None:
-        """Check that every chunk is there, and stamp it as in use now."""
-        layout, now = self._context.layout, self._context.now()
+    def _stamp_chunks(self, manifest: Manifest) -> None:
+        """Note in the index that the chunks are in use now (for grace)."""
+        now = self._context.now()
+        with self._context.index.write() as txn:
+            for digest, size in manifest.chunks().items():
+                old = txn.get(digest)
+                verified = old.last_verified if old and old.size == size else 0
+                txn.put(digest, Entry(size, now, verified))
+
+    def _check_chunks(self, manifest: Manifest) -> None:
+        layout = self._context.layout
         for digest, size in manifest.chunks().items():
             path = layout.chunk(digest)
             found = chunkfiles.size_on_disk(path)
@@ -237,13 +248,19 @@ class Writer:
                 raise chunkfiles.missing(digest, path)
             if found != size:
                 raise chunkfiles.damaged(digest, path, f"it has {found} bytes instead of {size}")
-            old = txn.get(digest)
-            txn.put(digest, Entry(size, now, old.last_verified if old else 0))
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._ingest.close()
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    """Whether the file has exactly this content: a damaged one is replaced, not relied on."""
+    try:
+        return path.read_bytes() == data
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager
