@@ -1,0 +1,166 @@
+"""Many processes on one store at once: everything that was committed is there at the end."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cas import gc, verify
+from cas.errors import Busy, ManifestDamaged, NotFound
+from cas.testing import Child
+from cas.testing.processes import children
+from cas.testing.stores import CHUNK, assert_sound, contents, open_store, scratch
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with scratch() as path:
+        yield path
+
+
+def blob(seed: int) -> bytes:
+    """Some of its chunks are those of other seeds."""
+    pieces = [contents(seed % 5, CHUNK), contents(1000 + seed % 3, 2 * CHUNK)]
+    return b"".join([*pieces, contents(seed, CHUNK // 2 + seed % 100)])
+
+
+Kept = dict[str, int]
+
+
+def writer(root: Path, number: int, until: float) -> tuple[Kept, Counter[str]]:
+    """Commits, overwrites, abandons and removes; returns what must exist at the end."""
+    dice = random.Random(number)
+    kept: Kept = {}
+    counts: Counter[str] = Counter()
+    with open_store(root / "s", workers=1) as store:
+        while time.monotonic() < until:
+            seed = dice.randrange(40)
+            with store.writer() as w:
+                recipe = w.put(blob(seed))
+                if dice.random() < 0.2:
+                    counts["abandoned"] += 1
+                    continue
+                if dice.random() < 0.3:
+                    w.barrier()
+                done = w.commit(f"w{number}/{seed % 4}", {"f": recipe})
+            kept[str(done.ref)] = seed
+            counts["committed"] += 1
+            counts["new bytes"] += done.new_bytes
+            while len(kept) > 6:  # so that chunks die, and come to life again
+                victim = dice.choice(list(kept))
+                store.remove(victim)
+                del kept[victim]
+                counts["removed"] += 1
+    return kept, counts
+
+
+def same_name(root: Path, until: float) -> tuple[Kept, Counter[str]]:
+    """Several processes commit the same name: each gets a generation of its own."""
+    kept: Kept = {}
+    with open_store(root / "s", workers=1) as store:
+        while time.monotonic() < until:
+            with store.writer() as w:
+                done = w.commit("shared", {"f": w.put(blob(77))})
+            assert str(done.ref) not in kept
+            kept[str(done.ref)] = 77
+            time.sleep(0.02)
+    return kept, Counter({"committed": len(kept)})
+
+
+def collector(root: Path, until: float) -> tuple[Kept, Counter[str]]:
+    counts: Counter[str] = Counter()
+    with open_store(root / "s") as store:
+        while time.monotonic() < until:
+            try:
+                report = gc.execute(store, gc.plan(store))
+            except Busy:
+                counts["busy gcs"] += 1
+                time.sleep(0.01)
+                continue
+            assert not report.problems, report
+            counts["gcs"] += 1
+            counts["freed bytes"] += report.freed_bytes
+    return {}, counts
+
+
+def verifier(root: Path, until: float) -> tuple[Kept, Counter[str]]:
+    counts: Counter[str] = Counter()
+    with open_store(root / "s") as store:
+        while time.monotonic() < until:
+            report = verify.verify(store)
+            assert report.clean, report
+            counts["verified chunks"] += report.checked_chunks
+    return {}, counts
+
+
+def assembler(root: Path, until: float) -> tuple[Kept, Counter[str]]:
+    counts: Counter[str] = Counter()
+    with open_store(root / "s", workers=1) as store:
+        while time.monotonic() < until:
+            refs = list(store.refs())
+            for ref in random.sample(refs, min(3, len(refs))):
+                try:
+                    store.assemble(str(ref), root / f"out-{os.getpid()}")
+                    counts["assembled"] += 1
+                except (NotFound, ManifestDamaged) as error:
+                    gone = not store.context.layout.ref(ref.name, ref.generation).exists()
+                    assert gone, error  # only an artifact that was removed may be refused
+                    counts["removed while asked for"] += 1
+    return {}, counts
+
+
+def suicide(root: Path, until: float) -> tuple[Kept, Counter[str]]:
+    """Writers that are killed at a random moment, one after the other."""
+    dice = random.Random(4)
+    counts: Counter[str] = Counter()
+    while time.monotonic() < until:
+        victim = Child(lambda child: writer(root, 99, until + 60))
+        time.sleep(dice.uniform(0.05, 0.3))
+        victim.kill()
+        counts["killed writers"] += 1
+    return {}, counts
+
+
+def stress(root: Path, seconds: float, writers: int) -> None:
+    open_store(root / "s").close()
+    until = time.monotonic() + seconds
+    works = [lambda _, n=n: writer(root, n, until) for n in range(writers)]
+    works += [lambda _: same_name(root, until)] * 2 + [lambda _: collector(root, until)] * 2
+    works += [lambda _, f=f: f(root, until) for f in (verifier, assembler, suicide)]
+    kept: Kept = {}
+    counts: Counter[str] = Counter()
+    with children(*works) as started:
+        for child in started:
+            found, counted = child.result()
+            assert not kept.keys() & found.keys(), "two processes were given one generation"
+            kept |= found
+            counts += counted
+    with open_store(root / "s") as store:
+        present = {str(ref) for ref in store.refs() if not ref.name.startswith("w99/")}
+        assert present == kept.keys()
+        for _ in range(2):
+            for ref, seed in kept.items():
+                (path,) = store.assemble(ref, root / "out")
+                assert path.read_bytes() == blob(seed), ref
+            gc.execute(store, gc.plan(store))
+        assert_sound(store)
+        assert list(store.context.layout.leases.iterdir()) == []
+        assert list(store.context.layout.tmp.iterdir()) == []
+    print(f"{len(kept)} artifacts intact after", dict(counts))
+    for what in ("committed", "removed", "gcs", "verified chunks", "assembled", "killed writers"):
+        assert counts[what], f"nothing was {what}"
+
+
+def test_processes_that_write_collect_verify_and_die_lose_nothing(root: Path) -> None:
+    stress(root, seconds=6, writers=3)
+
+
+@pytest.mark.slow
+def test_a_minute_of_many_processes_loses_nothing(root: Path) -> None:
+    stress(root, seconds=60, writers=8)
