@@ -45,7 +45,7 @@ class Config:
             document = tomllib.loads(layout.config.read_text("utf-8"))
         except FileNotFoundError:
             return cls()
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, huge numbers, too deep
             raise StoreDamaged(layout.config, f"is not valid TOML: {error}") from None
         config = cls()
         for key, value in document.items():

@@ -353,7 +353,7 @@ class Index:
     def _read_stamp(self) -> object:
         try:
             return json.loads((self.layout.index / "stamp").read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
 
 
