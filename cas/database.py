@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
+from blake3 import blake3
 from lmdb import verify as lmdb_verify
 
 from cas import fsio
@@ -134,11 +135,14 @@ class Database:
     """
 
     def __init__(self, path: Path, mode: int, *, create: bool = False) -> None:
+        self._use: fsio.FileLock | None = None
         self.env = _open_environment(path, mode)
         try:
             self.chunks = self.env.open_db(b"chunks", create=create)
             self.meta = self.env.open_db(b"meta", create=create)
             self.identity = identity(path)
+            self._use = _own_lock(path)
+            self._use.shared()  # seen by `is_in_use`
             _set_modes(path, mode)
             with self.env.begin(write=create) as txn:
                 if create:
@@ -150,8 +154,13 @@ class Database:
                     raise lmdb.CorruptedError("its count of chunks is wrong")
             self.env.reader_check()
         except BaseException:
-            self.env.close()
+            self.close()
             raise
+
+    def close(self) -> None:
+        self.env.close()
+        if self._use is not None:
+            self._use.close()
 
     def begin(self, write: bool) -> lmdb.Transaction:
         try:
@@ -159,6 +168,21 @@ class Database:
         except lmdb.MapResizedError:  # another process has a larger map
             self.env.set_mapsize(0)
             return self.env.begin(write=write)
+
+
+def _own_lock(path: Path) -> fsio.FileLock:
+    """An flock on the data file itself, which LMDB leaves free (its own locks are in lock.mdb)."""
+    data = path / "data.mdb"
+    return fsio.FileLock(data, os.open(data, os.O_RDONLY | os.O_CLOEXEC))
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether another process has the database at ``path`` open."""
+    lock = _own_lock(path)
+    try:
+        return not lock.try_exclusive()
+    finally:
+        lock.close()
 
 
 def _open_environment(path: Path, mode: int) -> lmdb.Environment:
@@ -224,6 +248,13 @@ def stamp(data: Path) -> list[int]:
     """What changes whenever the data file does."""
     stat = os.stat(data)
     return [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def checksum(data: Path) -> str:
+    """What changes even when only bits rot, in a second pass over the bytes."""
+    hasher = blake3(max_threads=blake3.AUTO)
+    hasher.update_mmap(data)
+    return hasher.hexdigest()
 
 
 @contextlib.contextmanager

@@ -33,8 +33,10 @@ from cas.database import (
     Database,
     Entry,
     Transaction,
+    checksum,
     find_damage,
     identity,
+    is_in_use,
     lmdb_errors,
     stamp,
 )
@@ -66,6 +68,7 @@ class Index:
         self._mutex = threading.RLock()
         self._depth = 0
         self._lock = fsio.FileLock.open(layout.index_lock, modes.file)
+        self._gate = fsio.FileLock.open(layout.index_gate, modes.file)
         self._suspect = False
         self._database: Database | None = None
 
@@ -114,6 +117,7 @@ class Index:
         with self._mutex:
             self._close_database()
             self._lock.close()
+            self._gate.close()
 
     # --- transactions ---------------------------------------------------------------------------
 
@@ -203,11 +207,20 @@ class Index:
                 self._depth -= 1
 
     def _take(self, lock: Callable[[fsio.FileLock], None]) -> None:
-        lock(self._lock)
-        while not self._lock.is_current():  # its file was deleted, perhaps with all of the store
-            self._lock.close()
-            self._lock = fsio.FileLock.open(self.layout.index_lock, self.modes.file)
+        """Lock ``locks/index``, shared or exclusive.
+
+        flock lets those who share pass one who wants it alone, for ever if they are many. So all
+        come through a gate, and who waits for the exclusive lock keeps it shut.
+        """
+        self._gate.exclusive()
+        try:
             lock(self._lock)
+            while not self._lock.is_current():  # its file was deleted, perhaps with all the store
+                self._lock.close()
+                self._lock = fsio.FileLock.open(self.layout.index_lock, self.modes.file)
+                lock(self._lock)
+        finally:
+            self._gate.unlock()
 
     @contextlib.contextmanager
     def _notice_damage(self) -> Iterator[None]:
@@ -280,8 +293,11 @@ class Index:
             return "it was found damaged in use"
         if not data.is_file():
             return "it is missing"
-        if self._read_stamp() == stamp(data):
-            return None
+        stamped = self._read_stamp()
+        if stamped[:-1] == stamp(data):  # written by nobody; but bits rot, and LMDB might crash
+            return None if stamped[-1] == checksum(data) else "it is not as it was left"
+        if is_in_use(self.layout.index):
+            return None  # then it was checked, and has changed since by transactions only
         return find_damage(self.layout.index)
 
     def _build(self, reason: str) -> None:
@@ -310,7 +326,7 @@ class Index:
             try:
                 self._fill(database)
             finally:
-                database.env.close()
+                database.close()
 
     def _fill(self, database: Database) -> None:
         now = int(self.clock())
@@ -327,7 +343,7 @@ class Index:
 
     def _close_environment(self) -> None:
         if self._database is not None:
-            self._database.env.close()
+            self._database.close()
             self._database = None
 
     def _close_database(self) -> None:
@@ -340,8 +356,8 @@ class Index:
         if not self._lock.try_exclusive():
             return
         try:
-            if known == identity(self.layout.index):
-                text = json.dumps(stamp(data)).encode()
+            if known == identity(self.layout.index) and self._read_stamp()[:-1] != stamp(data):
+                text = json.dumps([*stamp(data), checksum(data)]).encode()
                 temporary = self.layout.index / f"stamp-{secrets.token_hex(4)}"
                 fsio.create_file(temporary, text, mode=self.modes.file, sync=False)
                 fsio.rename(temporary, self.layout.index / "stamp")
@@ -350,11 +366,13 @@ class Index:
         finally:
             self._lock.unlock()
 
-    def _read_stamp(self) -> object:
+    def _read_stamp(self) -> list[object]:
+        """What `stamp` said at the last clean close, then the checksum; or nothing of use."""
         try:
-            return json.loads((self.layout.index / "stamp").read_bytes())
+            found = json.loads((self.layout.index / "stamp").read_bytes())
         except (OSError, ValueError, RecursionError):
-            return None
+            return []
+        return found if isinstance(found, list) else []
 
 
 os.register_at_fork(after_in_child=Index.after_fork)

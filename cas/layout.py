@@ -153,6 +153,11 @@ class Layout:
         return self.locks / "index"
 
     @property
+    def index_gate(self) -> Path:
+        """Held for a moment on the way to `index_lock`, so that who wants it alone gets it."""
+        return self.locks / "index-gate"
+
+    @property
     def gc_lock(self) -> Path:
         return self.locks / "gc"
 
