@@ -7,6 +7,7 @@ import random
 import resource
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -172,7 +173,7 @@ def test_deleting_it_while_threads_write_loses_nothing(root: Path) -> None:
     assert_nothing_lost(root)
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(600, marks=pytest.mark.slow)])
 def test_flipped_bits_anywhere_in_it_lose_nothing_and_crash_nothing(root: Path, count: int) -> None:
     """Each in a child of its own: a crash of the process is what is looked for."""
     index = root / "index"
@@ -431,6 +432,53 @@ def test_a_clean_close_spares_the_next_open_the_check(
     with open_store(root) as store:
         commit(store, "a", b"3")
     assert len(checked) == 1
+
+
+def test_while_another_process_has_it_open_the_check_is_spared_too(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hold up everybody, at each start of a process beside a long export."""
+
+    def hold(child: Child) -> None:
+        with open_store(root) as store:
+            commit(store, "held", b"1")
+            child.tell("open")
+            child.wait_for("done")
+
+    with children(hold) as (holder,):
+        holder.wait_for("open")
+        monkeypatch.setattr("cas.index.find_damage", lambda path: pytest.fail("checked"))
+        with open_store(root) as store:
+            commit(store, "a", b"2")
+        holder.tell("done")
+        holder.result()
+    monkeypatch.undo()
+    assert_nothing_lost(root)
+
+
+def test_a_process_that_starts_beside_busy_writers_is_not_kept_waiting(root: Path) -> None:
+    until = time.monotonic() + 4
+
+    def work(child: Child) -> int:
+        rounds = 0
+        with open_store(root) as store:
+            child.tell("open")
+            while time.monotonic() < until:
+                with store.context.index.write():
+                    time.sleep(0.001)
+                rounds += 1
+        return rounds
+
+    def start(_: Child) -> float:
+        began = time.monotonic()
+        with open_store(root) as store, store.context.index.write():
+            return time.monotonic() - began
+
+    with children(work, work, work, work) as workers:
+        for worker in workers:
+            worker.wait_for("open")
+        assert Child(start).result() < 2
+        assert min(worker.result() for worker in workers) > 10
 
 
 def test_files_of_the_index_have_the_stores_modes() -> None:

@@ -1,6 +1,6 @@
 """SIGKILL at every step of every operation: nothing is lost and nothing needs a hand.
 
-By default every fourth step; all of them, and torn files besides, in the slow set.
+By default every sixth step; all of them, and torn files besides, in the slow set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from cas.testing.stores import scratch
 
-STRIDE = 4
+STRIDE = 6
 HALVES = [
     ("ingest", "remove"),
     ("create", "assemble", "gc", "verify", "rebuild", "rebuild-index", "configure"),

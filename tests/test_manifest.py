@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cas.digest import Digest
@@ -275,7 +275,6 @@ def test_any_value_in_any_field_of_a_file_is_checked(key: str, value: Any, keep:
 
 
 @given(manifests(), st.data())
-@settings(max_examples=200)
 def test_one_flipped_bit_is_refused_or_parses_to_a_sound_manifest(
     manifest: Manifest, data: st.DataObject
 ) -> None:

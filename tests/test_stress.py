@@ -158,7 +158,7 @@ def stress(root: Path, seconds: float, writers: int) -> None:
 
 
 def test_processes_that_write_collect_verify_and_die_lose_nothing(root: Path) -> None:
-    stress(root, seconds=6, writers=3)
+    stress(root, seconds=5, writers=3)
 
 
 @pytest.mark.slow
