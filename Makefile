@@ -4,7 +4,8 @@ VENV ?= .venv
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10 \
 	/usr/bin/python3; do "$$p" -c 'import sys, venv, ensurepip; \
 	sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1 && echo "$$p" && break; done)
-PYTEST_ARGS ?=
+# Each worker imports torch, and some tests hold a model: a few workers, whatever the machine.
+PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist worksteal
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
