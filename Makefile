@@ -73,5 +73,5 @@ $(STAMPS)/dev: $(STAMPS)/venv pyproject.toml constraints.txt
 	@touch $@
 
 $(STAMPS)/docs: $(STAMPS)/venv pyproject.toml constraints.txt
-	$(INSTALL) "mkdocs" "mkdocs-material"
+	$(INSTALL) -e ".[docs]"
 	@touch $@
