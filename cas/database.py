@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
-from blake3 import blake3
 from lmdb import verify as lmdb_verify
 
 from cas import fsio
-from cas.digest import Digest
+from cas.digest import Digest, long_hasher
 from cas.errors import Refused
 
 SCHEMA = b"1"
@@ -252,7 +251,7 @@ def stamp(data: Path) -> list[int]:
 
 def checksum(data: Path) -> str:
     """What changes even when only bits rot, in a second pass over the bytes."""
-    hasher = blake3(max_threads=blake3.AUTO)
+    hasher = long_hasher()
     hasher.update_mmap(data)
     return hasher.hexdigest()
 
