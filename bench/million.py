@@ -1,0 +1,220 @@
+"""A store of a million chunks and 2,000 manifests: open, stats, gc against their budgets.
+
+    python bench/million.py [--dir DIR] [--chunks N] [--manifests N] [--profile]
+
+The chunks are real, if tiny: 16 bytes under their digests. Making them takes a minute or two; with
+``--dir`` they stay, and what is there already is not made again. One in a hundred is garbage. Each
+measurement runs in a process of its own, with warm caches; the peak of its memory is printed too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import json
+import os
+import pstats
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cas
+from cas import Digest, FileEntry, Manifest, Recipe, gc
+from cas.index import Entry
+from cas.layout import Layout
+from cas.manifest import ChunkPart
+from cas.stats import stats
+
+SIZE = 16
+DEAD = 100  # one chunk in so many
+#: (seconds, MiB), from the design; None: no budget.
+BUDGETS: dict[str, tuple[float | None, float | None]] = {
+    "open": (0.05, None),
+    "open, not closed cleanly": (None, None),
+    "stats": (0.2, None),
+    "gc plan": (None, 500),
+    "gc plan and execute": (10, 500),
+}
+
+
+# --- building -----------------------------------------------------------------------------------
+
+
+def digests_of(count: int) -> list[Digest]:
+    return [Digest.of(number.to_bytes(SIZE, "big")) for number in range(count)]
+
+
+def build(root: Path, chunks: int, manifests: int) -> None:
+    """Make what is missing: files directly, then the index from them."""
+    with cas.Store.open(root) as store:
+        layout = store.context.layout
+        digests = digests_of(chunks)
+        made = make_chunks(layout, digests)
+        make_manifests(layout, [d for n, d in enumerate(digests) if n % DEAD], manifests)
+        with store.context.index.read() as txn:
+            known = txn.totals()[0]
+        if known + len(made) == chunks and len(made) <= chunks // DEAD:
+            with store.context.index.write() as txn:  # a gc of an earlier run took these
+                for digest in made:
+                    txn.put(digest, Entry(SIZE, 0, 0))
+        elif known != chunks:
+            began = time.perf_counter()
+            store.context.index.rebuild()
+            print(f"index rebuilt in {time.perf_counter() - began:.1f} s", flush=True)
+
+
+def make_chunks(layout: Layout, digests: list[Digest]) -> list[Digest]:
+    """Create the chunk files that are not there, and return their digests."""
+    have = {name for path in layout.chunks.iterdir() for name in os.listdir(path)}
+    missing = [(n, digest) for n, digest in enumerate(digests) if digest.hex() not in have]
+    if missing:
+        print(f"making {len(missing)} chunks", flush=True)
+    for number, digest in sorted(missing, key=lambda pair: pair[1]):
+        write(layout.chunk(digest), number.to_bytes(SIZE, "big"))
+    return [digest for _, digest in missing]
+
+
+def make_manifests(layout: Layout, live: list[Digest], count: int) -> None:
+    """Share ``live`` out among ``count`` artifacts, two generations to a name."""
+    share = len(live) // count
+    for number in range(count):
+        ref = layout.ref(f"model/{number // 2}", number % 2 + 1)
+        if ref.exists():
+            continue
+        end = len(live) if number == count - 1 else (number + 1) * share
+        parts = tuple(ChunkPart.whole(d, SIZE) for d in live[number * share : end])
+        entry = FileEntry("weights.bin", Digest.of(b"not looked at"), Recipe(parts))
+        data = Manifest((entry,), (), {"number": number}).encode()
+        digest = Digest.of(data)
+        write(layout.manifest(digest), data)
+        ref.parent.mkdir(exist_ok=True)
+        write(ref, f"{digest}\n".encode())
+
+
+def write(path: Path, data: bytes) -> None:
+    with contextlib.suppress(FileExistsError), open(path, "xb", buffering=0) as file:
+        file.write(data)
+
+
+# --- measuring ----------------------------------------------------------------------------------
+
+
+def open_it(root: Path) -> object:
+    with cas.Store.open(root, create=False) as store, store.context.index.read() as txn:
+        return txn.totals()[0]
+
+
+def open_unclean(root: Path) -> object:
+    (root / "index" / "stamp").unlink()
+    return open_it(root)
+
+
+def stats_of(root: Path) -> object:
+    with cas.Store.open(root, create=False) as store:
+        return stats(store).chunks
+
+
+def gc_plan(root: Path) -> object:
+    with cas.Store.open(root, create=False) as store:
+        return len(gc.plan(store).chunks)
+
+
+def gc_all(root: Path) -> object:
+    with cas.Store.open(root, create=False) as store:
+        return gc.execute(store, gc.plan(store)).freed_bytes // SIZE
+
+
+WORK: dict[str, Callable[[Path], object]] = {
+    "open": open_it,
+    "open, not closed cleanly": open_unclean,
+    "stats": stats_of,
+    "gc plan": gc_plan,
+    "gc plan and execute": gc_all,
+}
+
+
+def measure(what: str, root: Path, profile: bool) -> None:
+    """Run in a process of its own: print what it took as JSON."""
+    profiler = cProfile.Profile()
+    began = time.perf_counter()
+    with profiler if profile else contextlib.nullcontext():
+        result = WORK[what](root)
+    seconds = time.perf_counter() - began
+    peak = peak_kib()
+    if profile:
+        pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(14)
+    found = {"result": result, "seconds": seconds, "peak_mib": peak / 1024}
+    print(json.dumps(found))
+
+
+def peak_kib() -> int:
+    """Of this program alone: getrusage would count what the parent held when it forked."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.split("VmHWM:")[1].split()[0])
+
+
+def measured(what: str, root: Path, profile: bool) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--dir", str(root), "--measure", what]
+    done = subprocess.run(
+        [*command, "--profile"] if profile else command, check=True, stdout=subprocess.PIPE
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def report(root: Path, profile: bool) -> bool:
+    """Print the table; True if every budget is kept."""
+    kept = True
+    print(f"{'operation':28}{'seconds':>9}{'budget':>8}{'peak MiB':>10}{'budget':>8}{'result':>10}")
+    for what, (seconds, mib) in BUDGETS.items():
+        found = measured(what, root, False)
+        kept &= seconds is None or found["seconds"] <= seconds
+        kept &= mib is None or found["peak_mib"] <= mib
+        print(
+            f"{what:28}{found['seconds']:9.3f}{seconds or '':>8}{found['peak_mib']:10.0f}"
+            f"{mib or '':>8}{found['result']:>10}",
+            flush=True,
+        )
+        if profile and not what.endswith("execute"):
+            measured(what, root, True)
+    return kept
+
+
+@contextlib.contextmanager
+def store_directory(given: Path | None) -> Iterator[Path]:
+    if given is not None:
+        yield given
+        return
+    path = Path(tempfile.mkdtemp(prefix="cas-million-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", type=Path, help="where the store is kept for the next run")
+    parser.add_argument("--chunks", type=int, default=1_000_000)
+    parser.add_argument("--manifests", type=int, default=2_000)
+    parser.add_argument("--profile", action="store_true", help="show where the time goes")
+    parser.add_argument("--measure", choices=list(WORK), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        measure(arguments.measure, arguments.dir, arguments.profile)
+        return 0
+    with store_directory(arguments.dir) as root:
+        began = time.perf_counter()
+        build(root, arguments.chunks, arguments.manifests)
+        print(f"{arguments.chunks} chunks are there after {time.perf_counter() - began:.0f} s")
+        return 0 if report(root, arguments.profile) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
