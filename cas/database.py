@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -219,7 +220,8 @@ def _set_modes(path: Path, mode: int) -> None:
     """LMDB creates its files under the process's umask; a shared store has its own."""
     for file in (path / "data.mdb", path / "lock.mdb"):
         with contextlib.suppress(PermissionError):  # another user's file: its mode is right
-            os.chmod(file, mode)
+            if stat.S_IMODE(os.stat(file).st_mode) != mode:  # chmod would spoil the stamp
+                os.chmod(file, mode)
 
 
 def identity(path: Path) -> tuple[int, ...] | None:
@@ -245,8 +247,8 @@ def find_damage(path: Path) -> str | None:
 
 def stamp(data: Path) -> list[int]:
     """What changes whenever the data file does."""
-    stat = os.stat(data)
-    return [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+    now = os.stat(data)
+    return [now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
 
 
 def checksum(data: Path) -> str:
