@@ -118,6 +118,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.close()
         with contextlib.suppress(FileNotFoundError):
             (self.store.context.layout.index / how).unlink()
+        if not running:
+            self.store = self.open()
 
     @rule(seeds=BLOBS, step=st.integers(1, 40), what=st.sampled_from(["commit", "gc"]))
     def die(self, seeds: list[int], step: int, what: str) -> None:
