@@ -45,7 +45,7 @@ INDEX_BYTES = 160 << 10
 # --- disks and stores ---------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["tmpfs", "ext4"])
+@pytest.fixture(scope="module", params=["tmpfs", pytest.param("ext4", marks=pytest.mark.slow)])
 def disk(request: pytest.FixtureRequest) -> Iterator[Path]:
     """The mount point of a small filesystem."""
     with tempfile.TemporaryDirectory(prefix="cas-full-") as name, contextlib.ExitStack() as stack:
