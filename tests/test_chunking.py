@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 
 from cas.chunking import MAX_CHUNK_SIZE, MIN_CHUNK_SIZE, check_chunk_size, cut
 from cas.errors import UsageError
+from cas.testing.strategies import no_deadlines
+
+no_deadlines()
 
 
 @given(st.integers(0, 10_000), st.sampled_from([1, 2, 64, 4096]))

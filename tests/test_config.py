@@ -12,6 +12,9 @@ from cas import Store
 from cas.config import Config, parse_duration, parse_umask
 from cas.errors import StoreDamaged, UsageError
 from cas.layout import Layout
+from cas.testing.strategies import no_deadlines
+
+no_deadlines()
 
 
 @pytest.mark.parametrize(

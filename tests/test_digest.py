@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 from cas.digest import Digest
 from cas.errors import UsageError
+from cas.testing.strategies import no_deadlines
+
+no_deadlines()
 
 
 @given(st.binary(max_size=200))

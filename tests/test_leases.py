@@ -17,6 +17,9 @@ from cas.leases import Lease, Leased
 from cas.testing import Child, Interleaving, step_hook
 from cas.testing.processes import children
 from cas.testing.stores import open_store, scratch
+from cas.testing.strategies import no_deadlines
+
+no_deadlines()
 
 MODES = fsio.Modes(0o022)
 A, B, C = (Digest.of(text) for text in (b"a", b"b", b"c"))

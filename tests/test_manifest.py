@@ -24,7 +24,9 @@ from cas.manifest import (
     canonical_json,
     load_json,
 )
-from cas.testing.strategies import contents, manifests, recipes
+from cas.testing.strategies import contents, manifests, no_deadlines, recipes
+
+no_deadlines()
 
 CHUNKS = [b"the first chunk", b"another one", b"x"]
 HEX = Digest.of(b"a").hex()

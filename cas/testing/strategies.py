@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from cas.digest import Digest
@@ -21,6 +22,13 @@ from cas.manifest import (
 )
 
 _NAME = string.ascii_letters + string.digits + "._+=,-"
+
+
+def no_deadlines() -> None:
+    """Let a test take its time: on a busy machine a deadline only tells that it was busy."""
+    settings.register_profile("cas", deadline=None)
+    settings.load_profile("cas")
+
 
 #: Components of valid ref names.
 components = st.builds(
