@@ -42,7 +42,8 @@ def check_directory(directory: Path) -> None:
     """
     try:
         with fsio.os_errors(directory, "write to"):
-            directory.mkdir(parents=True, exist_ok=True)
+            if not directory.is_dir():
+                fsio.make_parents(directory, 0o777 & ~fsio.process_umask())
             probe = directory / f".cas-{secrets.token_hex(6)}.tmp"
             fsio.create_file(probe, b"", mode=0o600, sync=False)
             fsio.unlink(probe)

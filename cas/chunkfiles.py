@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from cas import fsio
 from cas.digest import Digest
 from cas.errors import ChunkDamaged, ChunkError, ChunkMissing
 from cas.layout import FANOUT, Layout, parse_digest_name
@@ -56,7 +58,8 @@ def open_chunk(path: Path, digest: Digest, need: Need | None = None) -> int:
         ChunkMissing
     """
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with fsio.os_errors(path, "read"):
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise missing(digest, path, need) from None
 
@@ -67,12 +70,11 @@ def read_into(
     size: int,
     buffer: memoryview,
     *,
-    verify: bool = True,
     need: Need | None = None,
 ) -> memoryview:
-    """Read the whole chunk into the front of ``buffer`` and return that part of it.
+    """Read the whole chunk into the front of ``buffer``, check it, and return that part of it.
 
-    With ``verify`` the bytes returned are the bytes hashed: the copy in ``buffer``.
+    The bytes returned are the bytes hashed: the copy in ``buffer``.
 
     Raises:
         ChunkMissing: there is no such file.
@@ -96,7 +98,7 @@ def read_into(
         raise damaged(digest, path, f"reading failed: {error.strerror}", need) from error
     finally:
         os.close(fd)
-    if verify and Digest.of(view) != digest:
+    if Digest.of(view) != digest:
         raise damaged(digest, path, "its content does not match its digest", need)
     return view
 
@@ -120,6 +122,7 @@ def total_size(layout: Layout) -> tuple[int, int]:
     """(number, bytes) of all chunk files, by walking them."""
     count = size = 0
     for _, entry in walk(layout.chunks):
-        count += 1
-        size += entry.stat().st_size
+        with contextlib.suppress(FileNotFoundError):  # a gc is running
+            size += entry.stat().st_size
+            count += 1
     return count, size

@@ -50,7 +50,7 @@ class Config:
         config = cls()
         for key, value in document.items():
             try:
-                config = config.with_value(key, str(value))
+                config = config.with_value(key, _as_text(key, value))
             except UsageError as error:
                 raise StoreDamaged(layout.config, f"is not usable: {error}") from None
         return config
@@ -74,6 +74,15 @@ class Config:
             document["grace"] = f"{self.grace}s"
         data = tomli_w.dumps(document).encode()
         fsio.replace_file(layout.config, data, mode=modes.file, temporary=temporary)
+
+
+def _as_text(key: str, value: object) -> str:
+    """A TOML value as the text that spells it; TOML's ``0o002`` is an integer already."""
+    if key == "umask" and type(value) is int and value >= 0:
+        return f"{value:o}"
+    if isinstance(value, str) or type(value) is int:
+        return str(value)
+    raise UsageError(f"{key} must be a string")
 
 
 KEYS = tuple(field.name for field in fields(Config))

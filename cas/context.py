@@ -13,7 +13,7 @@ from pathlib import Path
 from cas import fsio
 from cas.config import Config
 from cas.digest import Digest
-from cas.errors import ManifestDamaged, ReadOnlyStore
+from cas.errors import ManifestDamaged, ReadOnlyStore, UsageError
 from cas.header import Header
 from cas.index import Index
 from cas.layout import Layout
@@ -37,6 +37,7 @@ class Context:
     workers: int = DEFAULT_WORKERS
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     _index: Index | None = field(default=None, init=False)
+    _closed: bool = field(default=False, init=False)
     _mutex: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @property
@@ -49,9 +50,12 @@ class Context:
 
         Raises:
             ReadOnlyStore: readers of a read-only store do without the index.
+            UsageError: the store was closed.
         """
         self.require_writable("use the index")
         with self._mutex:
+            if self._closed:
+                raise UsageError("this store was closed; open it again")
             if self._index is None:
                 with fsio.os_errors(self.layout.root):
                     self._index = Index.open(self.layout, self.modes, self.clock)
@@ -59,6 +63,7 @@ class Context:
 
     def close(self) -> None:
         with self._mutex:
+            self._closed = True
             index, self._index = self._index, None
         if index is not None:
             index.close()

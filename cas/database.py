@@ -27,6 +27,7 @@ _MAX_READERS = 1024
 _LOCK_FILE_BYTES = 4096 + 64 * _MAX_READERS
 #: What LMDB reports, while in use, of a file whose pages do not hang together.
 DAMAGE = (
+    lmdb.BadTxnError,
     lmdb.CorruptedError,
     lmdb.PageNotFoundError,
     lmdb.PanicError,

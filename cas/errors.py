@@ -192,6 +192,18 @@ class Busy(Refused):
     """Somebody else holds what is needed; trying again later is right."""
 
 
+class SourceChanged(Refused):
+    """Somebody wrote to the memory or file that was being taken in."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        super().__init__(
+            f"the source changed while it was read (in a piece of {length} bytes); nothing of "
+            "that piece was stored; make sure that nobody writes to the model or checkpoint, and "
+            "run again"
+        )
+
+
 class PermissionRefused(Refused):
     def __init__(self, path: Path, action: str, reason: str) -> None:
         self.path = path

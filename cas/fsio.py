@@ -32,11 +32,11 @@ _step_hook: StepHook | None = None
 
 # fmt: off
 _NETWORK_TYPES = frozenset((
-    "9p", "afs", "beegfs", "ceph", "cifs", "coda", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs",
-    "nfs4", "pvfs2", "smb3", "smbfs", "virtiofs",
-    "fuse.ceph", "fuse.gcsfuse", "fuse.glusterfs", "fuse.rclone", "fuse.s3fs", "fuse.sshfs",
+    "9p", "afs", "beegfs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs",
+    "nfs", "nfs4", "ocfs2", "prl_fs", "pvfs2", "smb3", "smbfs", "vboxsf", "virtiofs",
 ))
 # fmt: on
+_LOCAL_FUSE = frozenset(("fuse.fuse-overlayfs", "fuse.gocryptfs", "fuse.encfs"))
 
 
 def set_step_hook(hook: StepHook | None) -> None:
@@ -184,6 +184,19 @@ def make_directory(path: Path, mode: int) -> None:
     os.chmod(path, mode | inherited)
 
 
+def make_parents(path: Path, mode: int = 0o777) -> None:
+    """`make_directory` for ``path`` and what is missing above it, each durable in its parent.
+
+    The mode is for ``path`` itself; what is above it is made as the process's umask has it.
+    """
+    if path.is_dir():
+        return
+    if not path.parent.is_dir():
+        make_parents(path.parent, 0o777 & ~process_umask())
+    make_directory(path, mode)
+    sync_path(path.parent)
+
+
 def remove_directory(path: Path) -> None:
     """Remove an empty directory; one that is gone, or not empty any more, is left as it is."""
     step("rmdir", path)
@@ -300,6 +313,9 @@ def filesystem_type(path: Path, mountinfo: str | None = None) -> str:
 
 
 def is_network_filesystem(fstype: str) -> bool:
+    """Whether a filesystem may be elsewhere. One in user space is, unless known to be local."""
+    if fstype == "fuse" or fstype.startswith("fuse."):
+        return fstype not in _LOCAL_FUSE
     return fstype in _NETWORK_TYPES
 
 

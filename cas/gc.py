@@ -23,7 +23,9 @@ from cas.layout import is_writer_id
 from cas.progress import SILENT, Progress
 from cas.store import Store
 
-BATCH = 256
+#: Deletions under the mutex at a time. Each batch reads every ref again, so a few thousand refs
+#: cost no more than the deletions themselves.
+BATCH = 2048
 
 _T = TypeVar("_T")
 
@@ -50,7 +52,8 @@ class Marks:
             except RefNotFound:
                 continue  # removed meanwhile
             except CasError as error:
-                self.problems[str(ref_id)] = str(error)
+                if context.layout.ref(ref_id.name, ref_id.generation).exists():
+                    self.problems[str(ref_id)] = str(error)
 
     def listed(self) -> tuple[str, ...]:
         """The problems, as text."""

@@ -61,9 +61,11 @@ def read(layout: Layout) -> Header:
     try:
         data = layout.header.read_bytes()
     except FileNotFoundError:
-        if root.is_dir() and any(root.iterdir()) and not _is_half_made(layout):
+        if not root.is_dir() or _is_half_made(layout):
+            raise StoreNotFound(root) from None
+        if not layout.header.exists():
             raise NotAStore(root, "the directory holds other files") from None
-        raise StoreNotFound(root) from None
+        return read(layout)  # another process has just finished making it
     except NotADirectoryError:
         raise NotAStore(root, "it is a file, or lies below one") from None
     except IsADirectoryError:
@@ -112,14 +114,14 @@ def create(layout: Layout, chunk_size: int, modes: fsio.Modes) -> Header:
     root = layout.root
     try:
         with fsio.os_errors(root, "create a store at"):
-            root.mkdir(parents=True, exist_ok=True)
+            fsio.make_parents(root, modes.directory)
             for directory in layout.directories():
                 fsio.make_directory(directory, modes.directory)
             temporary = layout.tmp / f"header-{header.id}"
             fsio.create_file(temporary, header.encode(), mode=modes.data, sync=True)
             fsio.link_exclusive(temporary, layout.header)
             fsio.unlink(temporary)
-            fsio.sync_directories([root.parent, root, layout.chunks, layout.manifests])
+            fsio.sync_directories([root, layout.chunks, layout.manifests])
     except OSError as error:
         if error.errno in (errno.ENOTDIR, errno.EEXIST):
             raise NotAStore(root, "it is a file, or lies below one") from None

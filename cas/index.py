@@ -69,6 +69,8 @@ class Index:
         self._depth = 0
         self._lock = fsio.FileLock.open(layout.index_lock, modes.file)
         self._gate = fsio.FileLock.open(layout.index_gate, modes.file)
+        self._write_lock = fsio.FileLock.open(layout.write_lock, modes.file)
+        self._stamped: list[object] = []
         self._suspect = False
         self._database: Database | None = None
 
@@ -114,10 +116,11 @@ class Index:
                 return
             for key in [key for key, index in self._open.items() if index is self]:
                 del self._open[key]
-        with self._mutex:
-            self._close_database()
-            self._lock.close()
-            self._gate.close()
+            # Still inside the registry: LMDB must be closed before this process opens it again.
+            with self._mutex:
+                self._close_database()
+                for lock in (self._lock, self._gate, self._write_lock):
+                    lock.close()
 
     # --- transactions ---------------------------------------------------------------------------
 
@@ -125,7 +128,12 @@ class Index:
     def write(self) -> Iterator[Transaction]:
         """The store's mutex. Changes are durable when the block ends, and undone if it raises."""
         path = self.layout.index
-        with self._current() as database, fsio.os_errors(path), self._notice_damage():
+        with (
+            self._current() as database,
+            self._alone(),
+            fsio.os_errors(path),
+            self._notice_damage(),
+        ):
             txn = database.begin(write=True)
             transaction = Transaction(txn, database.chunks, database.meta)
             try:
@@ -136,6 +144,15 @@ class Index:
                 raise
             fsio.step("index-commit", path)
             txn.commit()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait for other writers where Ctrl-C is heard: LMDB's mutex, taken next, is then free."""
+        self._write_lock.exclusive()
+        try:
+            yield
+        finally:
+            self._write_lock.unlock()
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Transaction]:
@@ -230,6 +247,7 @@ class Index:
                 yield
             except DAMAGE as error:
                 self._suspect = True
+                self._forget_stamp()
                 raise StoreDamaged(
                     self.layout.index, f"is damaged ({error}); it is rebuilt at its next use"
                 ) from error
@@ -280,6 +298,9 @@ class Index:
                     # A full disk or a missing permission is no reason to throw it away.
                     with fsio.os_errors(self.layout.index), lmdb_errors(self.layout.index):
                         self._database = Database(self.layout.index, self.modes.file)
+                    # A process that dies, of LMDB itself perhaps, leaves none for the next one.
+                    self._stamped = self._read_stamp()
+                    self._forget_stamp()
                     return
                 except (lmdb.Error, OSError) as error:
                     reason = f"it does not open ({error})"
@@ -322,6 +343,9 @@ class Index:
     def _make(self, path: Path) -> None:
         with fsio.os_errors(path), lmdb_errors(path):
             fsio.make_directory(path, self.modes.directory)
+            # What is found may have been renamed into place by a process that was killed before
+            # it synced the directory; an entry says that the name is durable.
+            fsio.sync_filesystem(self.layout.chunks)
             database = Database(path, self.modes.file, create=True)
             try:
                 self._fill(database)
@@ -352,12 +376,16 @@ class Index:
             return
         known = self._database.identity
         self._close_environment()
+        if self._suspect:
+            return
         data = self.layout.index / "data.mdb"
         if not self._lock.try_exclusive():
             return
         try:
-            if known == identity(self.layout.index) and self._read_stamp()[:-1] != stamp(data):
-                text = json.dumps([*stamp(data), checksum(data)]).encode()
+            if known == identity(self.layout.index):
+                now: list[object] = [*stamp(data)]
+                same = self._stamped[:-1] == now
+                text = json.dumps(self._stamped if same else [*now, checksum(data)]).encode()
                 temporary = self.layout.index / f"stamp-{secrets.token_hex(4)}"
                 fsio.create_file(temporary, text, mode=self.modes.file, sync=False)
                 fsio.rename(temporary, self.layout.index / "stamp")
@@ -365,6 +393,10 @@ class Index:
             logger.info("no stamp left for %s: %s", self.layout.index, error)
         finally:
             self._lock.unlock()
+
+    def _forget_stamp(self) -> None:
+        with contextlib.suppress(OSError):  # what cannot be removed is checked by its checksum
+            fsio.unlink(self.layout.index / "stamp")
 
     def _read_stamp(self) -> list[object]:
         """What `stamp` said at the last clean close, then the checksum; or nothing of use."""

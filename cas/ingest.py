@@ -7,6 +7,7 @@ are; a stream is read into a ring of buffers, so the memory held does not depend
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import threading
@@ -21,11 +22,12 @@ from cas import chunkfiles, fsio, reading
 from cas.chunking import cut
 from cas.context import Context
 from cas.digest import Digest
-from cas.errors import UsageError
+from cas.errors import SourceChanged, UsageError
 from cas.index import Entry
 from cas.leases import Lease
 from cas.manifest import ChunkPart, Part, Recipe, ZeroPart
 from cas.progress import Progress
+from cas.reading import Buffers
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -35,6 +37,8 @@ BARRIER_BYTES = 256 << 20
 #: A larger chunk is synced by the worker that wrote it, beside the others' hashing; smaller ones
 #: wait for the barrier, where one syncfs does for all.
 SYNC_EACH = 256 << 10
+#: Pieces staged after which they are published too: the mutex is held for each of them.
+BARRIER_CHUNKS = 2048
 #: From this many unsynced files on, one syncfs is cheaper than as many fdatasyncs.
 SYNCFS_FILES = 16
 
@@ -65,6 +69,9 @@ class Ingest:
         self._progress = progress
         self._pool = ThreadPoolExecutor(context.workers, thread_name_prefix="cas-ingest")
         self._mutex = threading.Lock()
+        self._telling = threading.Lock()
+        self._buffers = Buffers()
+        self._broken: OSError | None = None
         self._publishing = threading.Lock()
         self._settled: dict[Digest, int] = {}
         self._running: dict[Digest, Future[None]] = {}
@@ -116,7 +123,7 @@ class Ingest:
             return Recipe()
         pieces = (view[o : o + n] for o, n in cut(len(view), self._context.chunk_size))
         if len(view) <= self._context.chunk_size:
-            parts = [self._take(view)]
+            parts = [self._take(view, False)]
         else:
             parts = list(self._take_all(pieces))
         self._account(len(view))
@@ -142,7 +149,7 @@ class Ingest:
                 if count == 0:
                     break
                 total += count
-                window.append((self._submit(memoryview(buffer)[:count]), buffer))
+                window.append((self._submit(memoryview(buffer)[:count], True), buffer))
         finally:
             while window:
                 parts.append(_collect(window, ring))
@@ -156,7 +163,7 @@ class Ingest:
             for piece in pieces:
                 if len(window) >= 2 * self._context.workers:
                     yield window.popleft().result()
-                window.append(self._submit(piece))
+                window.append(self._submit(piece, False))
             while window:
                 yield window.popleft().result()
         finally:
@@ -167,23 +174,25 @@ class Ingest:
                 if not future.cancelled():
                     future.exception()
 
-    def _submit(self, view: memoryview) -> Future[Part]:
-        return self._pool.submit(self._take, view)
+    def _submit(self, view: memoryview, owned: bool) -> Future[Part]:
+        return self._pool.submit(self._take, view, owned)
 
-    def _take(self, view: memoryview) -> Part:
-        part = self._store(view)
-        with self._mutex:
+    def _take(self, view: memoryview, owned: bool) -> Part:
+        """Store one chunk. ``owned`` memory is the ring's: nobody else can change it."""
+        part = self._store(view, owned)
+        with self._telling:  # a lock of its own: a display may ask for the counters
             self._progress.advance(len(view))
-            full = self._staged_bytes >= BARRIER_BYTES
+        with self._mutex:
+            full = self._staged_bytes >= BARRIER_BYTES or len(self._staged) >= BARRIER_CHUNKS
         if full:
             self.publish()
         return part
 
-    def _store(self, view: memoryview) -> Part:
+    def _store(self, view: memoryview, owned: bool) -> Part:
         digest = Digest.of(view)
         if digest == self._zero_digest(view):
             return ZeroPart(len(view))
-        self._settle(digest, view)
+        self._settle(digest, view, owned)
         return ChunkPart.whole(digest, len(view))
 
     def _zero_digest(self, view: memoryview) -> Digest | None:
@@ -195,7 +204,7 @@ class Ingest:
             self._zero_digests[size] = Digest.of(bytes(size))
         return self._zero_digests[size]
 
-    def _settle(self, digest: Digest, view: memoryview) -> None:
+    def _settle(self, digest: Digest, view: memoryview, owned: bool) -> None:
         """Return when the chunk is in a file. One thread does the work, others wait for it."""
         with self._mutex:
             if digest in self._settled:
@@ -208,7 +217,7 @@ class Ingest:
             running.result()
             return
         try:
-            self._find_or_stage(digest, view)
+            self._find_or_stage(digest, view, owned)
         except BaseException as error:
             mine.set_exception(error)
             raise
@@ -218,7 +227,7 @@ class Ingest:
             with self._mutex:
                 del self._running[digest]
 
-    def _find_or_stage(self, digest: Digest, view: memoryview) -> None:
+    def _find_or_stage(self, digest: Digest, view: memoryview, owned: bool) -> None:
         size = len(view)
         self._lease.add_chunks((digest,))  # before the question: gc must see what we rely on
         path = self._layout.chunk(digest)
@@ -229,10 +238,10 @@ class Ingest:
             )
         if not known:
             staged = self._layout.staged(self._lease.id, digest)
-            with fsio.os_errors(staged):
-                fsio.create_file(
-                    staged, view, mode=self._context.modes.data, sync=size >= SYNC_EACH
-                )
+            if owned:
+                self._write(view, staged)
+            else:
+                self._copy_and_write(digest, view, staged)
         with self._mutex:
             self._settled[digest] = size
             if not known:
@@ -247,6 +256,27 @@ class Ingest:
                 old.chunks + 1,
                 old.new_chunks + (not known),
             )
+
+    def _write(self, view: memoryview, path: Path) -> None:
+        with fsio.os_errors(path):
+            sync = len(view) >= SYNC_EACH
+            fsio.create_file(path, view, mode=self._context.modes.data, sync=sync)
+
+    def _copy_and_write(self, digest: Digest, view: memoryview, path: Path) -> None:
+        """Write a chunk from a copy that has the digest, whatever happens to the source.
+
+        Raises:
+            SourceChanged: the source is not what was hashed any more.
+        """
+        buffer = self._buffers.take(max(len(view), self._context.chunk_size))
+        try:
+            copy = memoryview(buffer)[: len(view)]
+            copy[:] = view
+            if Digest.of(copy) != digest:
+                raise SourceChanged(len(view))
+            self._write(copy, path)
+        finally:
+            self._buffers.give(buffer)
 
     def _account(self, nbytes: int) -> None:
         with self._mutex:
@@ -267,13 +297,25 @@ class Ingest:
             if not batch:
                 return
             with fsio.os_errors(self._layout.root):
-                try:
-                    self._sync(unsynced)
-                except BaseException:
-                    with self._mutex:  # a later barrier must not take them for durable
-                        self._unsynced += unsynced
-                    raise
+                self._sync_or_break(unsynced)
                 self._move(batch)
+
+    def _sync_or_break(self, paths: list[Path]) -> None:
+        """Sync; a failure other than a full disk ends this writer's publishing for good.
+
+        After a failed sync the kernel may count the lost pages as clean, so a second one can
+        succeed without having written them.
+        """
+        if self._broken is not None:
+            raise self._broken
+        try:
+            self._sync(paths)
+        except BaseException as error:
+            with self._mutex:  # a later barrier must not take them for durable
+                self._unsynced += paths
+            if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                self._broken = error
+            raise
 
     def _sync(self, paths: list[Path]) -> None:
         if len(paths) >= SYNCFS_FILES:

@@ -17,7 +17,7 @@ FORMAT = 1
 #: A name is part of a directory name of at most 255 bytes, in which ``/`` takes three.
 MAX_NAME = 200
 _NAME_CHARS = re.compile(r"[A-Za-z0-9._+=,-]+")
-_GENERATION = re.compile(r"[0-9]{8,19}")
+_GENERATION = re.compile(r"[0-9]{8,18}")
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _WRITER = re.compile(r"[0-9a-f]{32}")
 
@@ -158,12 +158,18 @@ class Layout:
         return self.locks / "index-gate"
 
     @property
+    def write_lock(self) -> Path:
+        """Taken before LMDB's own lock, which cannot be interrupted while it is waited for."""
+        return self.locks / "write"
+
+    @property
     def gc_lock(self) -> Path:
         return self.locks / "gc"
 
     def chunk(self, digest: Digest) -> Path:
         text = digest.hex()
-        return self.chunks / text[:2] / text
+        # One parse instead of three: this is asked for every chunk of every tensor.
+        return Path(f"{self.root}/chunks/{text[:2]}/{text}")
 
     def manifest(self, digest: Digest) -> Path:
         text = digest.hex()
@@ -182,7 +188,7 @@ class Layout:
         return self.tmp / writer
 
     def staged(self, writer: str, digest: Digest) -> Path:
-        return self.tmp / writer / digest.hex()
+        return Path(f"{self.root}/tmp/{writer}/{digest.hex()}")
 
     def quarantined(self, digest: Digest) -> Path:
         return self.quarantine / digest.hex()

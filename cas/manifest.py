@@ -23,7 +23,8 @@ Json: TypeAlias = "str | int | bool | list[Json] | dict[str, Json] | None"
 
 MAX_SIZE: Final = 2**63 - 1
 MAX_LITERAL: Final = 1 << 20
-MAX_MANIFEST_BYTES: Final = 1 << 30
+#: 800,000 chunks: 3 TB of weights in one artifact. Bounds what a hostile one can cost.
+MAX_MANIFEST_BYTES: Final = 64 << 20
 MAX_TENSOR_DIMS: Final = 64
 MAX_NAME_CHARS: Final = 4096
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cas import fsio
 from cas.digest import Digest
-from cas.errors import InvalidName, RefDamaged, RefNotFound, UsageError
+from cas.errors import InvalidName, RefDamaged, RefNotFound, Refused, UsageError
 from cas.layout import (
     Layout,
     check_ref_name,
@@ -23,6 +23,9 @@ from cas.layout import (
     parse_ref,
     unescape_ref_name,
 )
+
+#: The largest that `parse_generation` reads.
+MAX_GENERATION = 10**18 - 1
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -55,7 +58,7 @@ class Ref:
 def names(layout: Layout) -> list[str]:
     """All names, sorted. What is no directory with a valid name is not ours and is left out."""
     found = []
-    with os.scandir(layout.refs) as entries:
+    with fsio.os_errors(layout.refs, "read"), os.scandir(layout.refs) as entries:
         for entry in entries:
             with contextlib.suppress(InvalidName):
                 name = unescape_ref_name(entry.name)
@@ -66,8 +69,10 @@ def names(layout: Layout) -> list[str]:
 
 def generations(layout: Layout, name: str) -> list[int]:
     """The generations of ``name``, rising; empty if there is no such name."""
+    path = layout.ref_dir(name)
     try:
-        entries = os.listdir(layout.ref_dir(name))
+        with fsio.os_errors(path, "read"):
+            entries = os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(g for g in map(parse_generation, entries) if g is not None)
@@ -137,7 +142,8 @@ def check_collision(layout: Layout, name: str) -> None:
     """
     check_ref_name(name)
     for other in names(layout):
-        if other != name and other.casefold() == name.casefold():
+        same = other != name and other.casefold() == name.casefold()
+        if same and generations(layout, other):  # without any, it is what a failed commit left
             raise InvalidName(name, f"it differs from the existing {other!r} only by case")
 
 
@@ -151,11 +157,13 @@ def create(
     """
     check_collision(layout, name)
     directory = layout.ref_dir(name)
-    fsio.make_directory(directory, modes.directory)
-    fsio.sync_path(layout.refs)
     fsio.create_file(temporary, f"{manifest}\n".encode(), mode=modes.data, sync=True)
     try:
+        fsio.make_directory(directory, modes.directory)
+        fsio.sync_path(layout.refs)
         generation = max(generations(layout, name), default=0) + 1
+        if generation > MAX_GENERATION:
+            raise Refused(f"{name} has no generation left; remove its highest one")
         while not fsio.link_exclusive(temporary, layout.ref(name, generation)):
             generation += 1
         fsio.sync_path(directory)

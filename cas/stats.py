@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cas import chunkfiles, gc, leases, refs
 from cas.context import Context
 from cas.digest import Digest
-from cas.errors import CasError
+from cas.errors import CasError, RefNotFound
 from cas.store import Store
 from cas.verify import quarantined_bytes
 
@@ -18,7 +18,8 @@ class Stats:
     """Counts and bytes of one store.
 
     ``refs`` names, ``generations`` of them; ``logical_bytes`` is what all generations' files hold,
-    ``physical_bytes`` what the chunk files hold, ``garbage_bytes`` the part of those that no ref
+    ``physical_bytes`` what the chunks hold (as the index counts them, of a store that can be
+    written), ``garbage_bytes`` the part of those that no ref
     and no live process uses, ``staged_bytes`` chunks not yet published (``orphaned_bytes`` of them
     by processes that have ended), ``quarantined_bytes`` damaged chunks set aside. ``problems``
     are refs and manifests that cannot be read, whose chunks therefore count as garbage here.
@@ -46,8 +47,10 @@ def stats(store: Store) -> Stats:
     logical = generations = 0
     problems: list[str] = []
     measured: dict[Digest, int] = {}
+    names: set[str] = set()
     for ref_id in refs.ids(context.layout):
         generations += 1
+        names.add(ref_id.name)
         try:
             digest = refs.read(context.layout, ref_id).manifest
             if digest not in measured:
@@ -55,6 +58,8 @@ def stats(store: Store) -> Stats:
                 measured[digest] = manifest.size
                 sizes.update(manifest.chunks())
             logical += measured[digest]
+        except RefNotFound:
+            continue  # removed meanwhile
         except CasError as error:
             problems.append(f"{ref_id}: {error}")
     leased = leases.read_live(context.layout).chunks
@@ -66,7 +71,7 @@ def stats(store: Store) -> Stats:
     staged, orphaned = _staged(context)
     return Stats(
         store=str(store.path),
-        refs=len(refs.names(context.layout)),
+        refs=len(names),
         generations=generations,
         manifests=sum(1 for _ in chunkfiles.walk(context.layout.manifests)),
         chunks=count,

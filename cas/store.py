@@ -15,7 +15,7 @@ from cas.chunking import DEFAULT_CHUNK_SIZE
 from cas.config import Config
 from cas.context import DEFAULT_BUFFER_BYTES, DEFAULT_WORKERS, Context
 from cas.digest import Digest
-from cas.errors import ManifestDamaged, RefDamaged, StoreNotFound
+from cas.errors import ManifestDamaged, NoSpace, RefDamaged, StoreNotFound
 from cas.layout import Layout, parse_ref
 from cas.manifest import Manifest
 from cas.progress import SILENT, Progress
@@ -152,8 +152,8 @@ class Store:
             return [RefId(wanted, g) for g in known]
         if generation in known:
             return [RefId(wanted, generation)]
-        refs.resolve(self.context.layout, name)  # raises the error that lists what there is
-        raise AssertionError
+        # Raises the error that lists what there is, unless a commit has just made it.
+        return [refs.resolve(self.context.layout, name).id]
 
     def _read_or_id(self, target: RefId) -> Ref | RefId:
         with contextlib.suppress(RefDamaged):
@@ -167,11 +167,13 @@ class Store:
             UsageError, ReadOnlyStore
         """
         self.context.require_writable("change its configuration")
-        config = self.context.config.with_value(key, value)
-        with self.context.lease() as lease:
-            layout = self.context.layout
+        layout = self.context.layout
+        with self.context.lease() as lease, self.context.index.write():
+            config = Config.load(layout).with_value(key, value)  # others may have changed it
             config.save(layout, layout.staging(lease.id) / "config", self.context.modes)
         self.context.config = config
+        if config.umask is not None:
+            self.context.modes = fsio.Modes(config.umask)
         return config
 
     # --- reading --------------------------------------------------------------------------------
@@ -242,12 +244,32 @@ class Store:
         if self.context.read_only:
             yield
             return
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self._leased(manifest))
+            except NoSpace:
+                stack.enter_context(self._no_gc())
+            if not self.context.layout.manifest(manifest).exists():
+                raise ManifestDamaged(str(manifest), "is missing")
+            yield
+
+    @contextlib.contextmanager
+    def _leased(self, manifest: Digest) -> Iterator[None]:
         with self.context.lease() as lease:
             lease.add_manifest(manifest)
             # From the end of this empty transaction on, every batch of gc sees the lease. gc
-            # removes manifests before chunks, so if the manifest is still there, so is the rest.
+            # removes manifests before chunks, so if the manifest is there afterwards, so is all
+            # that it names.
             with self.context.index.write():
-                present = self.context.layout.manifest(manifest).exists()
-            if not present:
-                raise ManifestDamaged(str(manifest), "is missing")
+                pass
             yield
+
+    @contextlib.contextmanager
+    def _no_gc(self) -> Iterator[None]:
+        """Keep gc from starting: how to read from a disk so full that a lease does not fit."""
+        lock = fsio.FileLock.open(self.context.layout.gc_lock, self.context.modes.file)
+        try:
+            lock.shared()
+            yield
+        finally:
+            lock.close()

@@ -183,6 +183,8 @@ def _quarantine(context: Context, digest: Digest) -> bool:
 def _stamp(context: Context, good: dict[Digest, int]) -> None:
     now = context.now()
     with context.index.write() as txn:
+        new = [context.layout.chunk(digest).parent for digest in good if txn.get(digest) is None]
+        fsio.sync_directories(new)  # an entry says that the name is durable
         for digest, size in good.items():
             if chunkfiles.size_on_disk(context.layout.chunk(digest)) == size:
                 old = txn.get(digest)

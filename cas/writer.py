@@ -15,7 +15,7 @@ from cas.context import Context
 from cas.digest import Digest
 from cas.errors import UsageError
 from cas.index import Entry
-from cas.ingest import Counters, Ingest, Readable
+from cas.ingest import BARRIER_CHUNKS, Counters, Ingest, Readable
 from cas.layout import check_file_name
 from cas.leases import Lease
 from cas.manifest import (
@@ -137,7 +137,8 @@ class Writer:
         """Record ``files`` as the next generation of ``name``. When this returns, it is durable.
 
         With ``directory`` the files are also assembled there, in the pass over the bytes that
-        computes their checksums anyway. They get their names after the artifact is recorded.
+        computes their checksums anyway. They get their names after the artifact is recorded: in
+        the rare case that only this last step fails, the artifact is there to `assemble`.
 
         Args:
             name: see `cas.layout.check_ref_name`.
@@ -233,11 +234,13 @@ class Writer:
     def _stamp_chunks(self, manifest: Manifest) -> None:
         """Note in the index that the chunks are in use now (for grace)."""
         now = self._context.now()
-        with self._context.index.write() as txn:
-            for digest, size in manifest.chunks().items():
-                old = txn.get(digest)
-                verified = old.last_verified if old and old.size == size else 0
-                txn.put(digest, Entry(size, now, verified))
+        chunks = list(manifest.chunks().items())
+        for start in range(0, len(chunks), BARRIER_CHUNKS):
+            with self._context.index.write() as txn:
+                for digest, size in chunks[start : start + BARRIER_CHUNKS]:
+                    old = txn.get(digest)
+                    verified = old.last_verified if old and old.size == size else 0
+                    txn.put(digest, Entry(size, now, verified))
 
     def _check_chunks(self, manifest: Manifest) -> None:
         layout = self._context.layout

@@ -9,19 +9,23 @@ from pathlib import Path
 import pytest
 
 from cas import Recipe, Store
+from cas.digest import Digest
 from cas.errors import (
+    Busy,
     CasError,
     ChunkDamaged,
     ChunkError,
     ChunkMissing,
     ManifestDamaged,
+    NoSpace,
     PermissionRefused,
     RefNotFound,
     Refused,
 )
+from cas.leases import Lease
 from cas.testing import forked
 from cas.testing.damage import flip_bit, truncate
-from cas.testing.stores import CHUNK, commit, contents, open_store, scratch
+from cas.testing.stores import CHUNK, collect, commit, contents, open_store, scratch
 
 FILES = {
     "a.bin": contents(1, 3 * CHUNK + 5),
@@ -262,3 +266,17 @@ def test_a_commit_can_assemble_in_the_same_pass(store: Store, root: Path) -> Non
     assert tree(root / "out") == FILES
     assert [path.name for path in done.paths] == list(FILES)
     assert store.manifest("again").files == store.manifest("m").files
+
+
+def test_a_full_store_can_still_be_read_to_another_disk(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Lease, digest: Digest) -> None:
+        raise NoSpace(self.layout.root)
+
+    with open_store(root / "s") as store:
+        commit(store, "a", contents(3, 2 * CHUNK))
+        monkeypatch.setattr(Lease, "add_manifest", full)
+        with store.protect(store.resolve("a").manifest), pytest.raises(Busy):
+            collect(store)
+        assert store.assemble("a", root / "out")[0].read_bytes() == contents(3, 2 * CHUNK)

@@ -91,3 +91,18 @@ def test_a_setting_survives_reopening(tmp_path: Path) -> None:
         assert store.context.config == Config(umask=0o007, grace=7200)
         assert store.context.modes.umask == 0o007
         assert not list(store.context.layout.leases.iterdir())
+
+
+@pytest.mark.parametrize(("text", "umask"), [('"0002"', 0o002), ("0o077", 0o077), ("0o027", 0o027)])
+def test_a_umask_is_what_it_spells_as_text_and_as_an_octal_number(
+    tmp_path: Path, text: str, umask: int
+) -> None:
+    (tmp_path / "config.toml").write_text(f"umask = {text}\n")
+    assert Config.load(Layout(tmp_path)).umask == umask
+
+
+def test_two_who_have_the_store_open_keep_each_others_settings(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "s") as one, Store.open(tmp_path / "s") as other:
+        one.set_config("grace", "1h")
+        config = other.set_config("umask", "0027")
+    assert (config.grace, config.umask) == (3600, 0o027)

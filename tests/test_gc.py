@@ -251,7 +251,9 @@ def test_a_second_gc_is_refused_while_one_runs(store: Store, root: Path) -> None
             child.tell("inside")
             child.wait_for("go on")
 
-        hook = Interleaving(lambda operation, _: operation == "unlink", pause)
+        hook = Interleaving(
+            lambda operation, path: operation == "unlink" and "/chunks/" in str(path), pause
+        )
         with step_hook(hook), open_store(root / "s") as mine:
             collect(mine)
 

@@ -267,3 +267,20 @@ def test_as_an_ordinary_user_without_permission_it_is_read_only(root: Path) -> N
         assert caught.value.exit_code == 5
 
     Child(as_nobody).result()
+
+
+def test_the_root_of_a_shared_store_is_open_to_the_group_too(root: Path) -> None:
+    old = os.umask(0o022)
+    try:
+        open_store(root / "new" / "s", umask=0o002).close()
+    finally:
+        os.umask(old)
+    assert (root / "new" / "s").stat().st_mode & 0o777 == 0o775
+    assert (root / "new").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_closed_store_does_not_come_back_to_life(root: Path) -> None:
+    store = open_store(root / "s")
+    store.close()
+    with pytest.raises(UsageError, match="closed"), store.writer() as writer:
+        writer.put(b"x")

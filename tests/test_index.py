@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
@@ -17,7 +18,7 @@ import pytest
 from cas import Store
 from cas.database import find_damage
 from cas.digest import Digest
-from cas.errors import CasError, Refused
+from cas.errors import CasError, Refused, StoreDamaged
 from cas.index import Entry, Index
 from cas.testing import Child, forked
 from cas.testing.damage import flip_bit
@@ -508,3 +509,19 @@ def test_a_store_made_anew_in_the_same_place_is_not_mixed_up_with_the_old_one(ro
             commit(new, "b", contents(1, CHUNK))
             assert [str(ref) for ref in new.refs()] == ["b@1"]
             assert_sound(new)
+
+
+def test_damage_done_under_an_open_index_is_not_certified_by_its_close(root: Path) -> None:
+    with open_store(root / "s") as store:
+        commit(store, "a", contents(1, 40 * CHUNK))
+        data = store.context.layout.index / "data.mdb"
+        whole = data.stat().st_size
+        with open(data, "r+b") as file:
+            file.seek(2 * 4096)
+            file.write(contents(9, whole - 2 * 4096))
+    for _ in range(2):  # at the latest the second use finds it rebuilt
+        with open_store(root / "s") as store, contextlib.suppress(StoreDamaged):
+            commit(store, "b", contents(2, 3 * CHUNK))
+    with open_store(root / "s") as store:
+        assert store.assemble("a", root / "out")[0].read_bytes() == contents(1, 40 * CHUNK)
+        assert_sound(store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -145,3 +146,9 @@ def test_an_unreadable_digest_is_not_resolved_to_another(store: Store) -> None:
     path.write_text(f"{Digest.of(b'nothing')}\n")
     with pytest.raises(Exception, match="is missing"):
         store.manifest("a")
+
+
+def test_a_commit_that_failed_does_not_take_its_name(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s") as store:
+        (store.context.layout.refs / "Model").mkdir()  # what a kill before the link leaves
+        assert commit(store, "model", b"x").ref.generation == 1

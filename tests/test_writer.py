@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import threading
@@ -13,16 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cas import Recipe, Store, TensorEntry
+from cas import Recipe, Store, TensorEntry, fsio, ingest
 from cas.digest import Digest
 from cas.errors import (
     ChunkDamaged,
     ChunkMissing,
     Damaged,
     InvalidName,
+    SourceChanged,
     UsageError,
 )
 from cas.manifest import ZeroPart
+from cas.progress import Silent
 from cas.testing import recorded_steps
 from cas.testing.damage import flip_bit, truncate
 from cas.testing.stores import (
@@ -469,3 +472,51 @@ def test_chunks_are_read_only_files(store: Store) -> None:
     commit(store, "a", contents(1, CHUNK))
     (path,) = chunk_files(store)
     assert path.stat().st_mode & 0o222 == 0
+
+
+def test_a_source_that_changes_while_it_is_read_is_refused_and_poisons_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = contents(77, CHUNK)
+    source = bytearray(right)
+    real = ingest.Ingest._copy_and_write
+
+    def meanwhile(self: ingest.Ingest, *args: object) -> None:
+        source[5] ^= 1  # after the hash, before the write
+        real(self, *args)  # type: ignore[arg-type]
+
+    with store.writer() as writer:
+        monkeypatch.setattr(ingest.Ingest, "_copy_and_write", meanwhile)
+        with pytest.raises(SourceChanged):
+            writer.put(source)
+        monkeypatch.undo()
+        writer.commit("right", {"f": writer.put(right)})
+    assert_sound(store)
+
+
+def test_a_failed_sync_is_not_tried_again_and_believed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, "lost", str(path))
+
+    with store.writer() as writer:
+        writer.put(b"small, so that it is synced at the barrier")
+        monkeypatch.setattr(fsio, "sync_path", fail)
+        with pytest.raises(OSError, match="lost"):
+            writer.barrier()
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="lost"):
+            writer.barrier()
+    assert chunk_files(store) == []
+
+
+def test_a_progress_may_ask_the_writer_how_far_it_is(store: Store) -> None:
+    class Curious(Silent):
+        def advance(self, nbytes: int) -> None:
+            seen.append(writer.counters.chunks)
+
+    seen: list[int] = []
+    with store.writer(Curious()) as writer:
+        writer.put(contents(1, 4 * CHUNK))
+    assert len(seen) == 4
