@@ -2,8 +2,9 @@
 
     python bench/ceiling.py [--layers 16] [--limit-mib 512] [--stock-limit-mib 1500]
 
-Runs the 1 GiB XNNPACK export from a mapped checkpoint inside a memory cgroup (v1 or v2): stock
-under its limit, `cas` under a third of it. Needs the right to make a cgroup (root, usually).
+Exports 1 GiB of linear layers to XNNPACK from a mapped checkpoint inside a memory cgroup (v1 or
+v2), whose pages are dropped from the cache first, so that the cgroup pays for reading them: stock
+under its limit, `cas export` under a third of it. Needs the right to make a cgroup (root, usually).
 """
 
 from __future__ import annotations
@@ -12,19 +13,33 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from workload import write_checkpoint
+from workload import sha256, write_checkpoint
 
 WORKLOAD = Path(__file__).with_name("workload.py")
+CHECKPOINT = "weights.safetensors"
 WIDTH = 4096
 MIB = 1 << 20
+SOURCE = """
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, {bench!r})
+from workload import mapped_stack
+
+
+def make():
+    return mapped_stack({width}, {layers}, Path({checkpoint!r})), (torch.randn(1, {width}),)
+"""
 
 
 class CgroupUnavailable(Exception):
@@ -54,6 +69,8 @@ class Cgroup:
 
     def set_limit(self, limit: int) -> None:
         if self.version == 1:
+            with contextlib.suppress(OSError):
+                (self.directory / "memory.swappiness").write_text("0")
             (self.directory / "memory.limit_in_bytes").write_text(str(limit))
         else:
             (self.directory / "memory.max").write_text(str(limit))
@@ -84,36 +101,60 @@ def limited(limit: int) -> Iterator[Cgroup]:
         group.remove()
 
 
-def run_under(limit: int, spec: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
-    """(exit code, the workload's result); killed by the kernel is -9."""
-    with limited(limit) as group:
-        process = subprocess.run(
-            [sys.executable, str(WORKLOAD), json.dumps(spec)],
-            input="\n\n",
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            preexec_fn=group.enter,
-            check=False,
-        )
-    if process.returncode:
-        return process.returncode, None
-    return 0, json.loads(process.stdout.splitlines()[-1])
+def drop_from_cache(path: Path) -> None:
+    """Have the file's pages charged to whoever reads it next."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def spec_for(engine: str, layers: int, work: Path) -> dict[str, Any]:
-    return {
-        "engine": engine,
+def run_stock(limit: int, layers: int, work: Path) -> tuple[int, dict[str, str]]:
+    """The stock script under a limit; see `run_cas`."""
+    spec = {
+        "engine": "stock",
         "backend": "xnnpack",
         "external": False,
         "strict": False,
         "source": "safetensors",
         "width": WIDTH,
         "layers": layers,
-        "out": str(work / engine),
-        "store": str(work / "store"),
-        "checkpoint": str(work / "weights.safetensors"),
+        "out": str(work / "stock"),
+        "store": str(work / "none"),
+        "checkpoint": str(work / CHECKPOINT),
     }
+    return _run(limit, [str(WORKLOAD), json.dumps(spec)], work / "stock", work)
+
+
+def run_cas(limit: int, layers: int, work: Path) -> tuple[int, dict[str, str]]:
+    """``cas export`` under a limit of ``limit`` bytes: (exit code, file name -> SHA-256).
+
+    An exit code of -9 is the kernel's kill for want of memory.
+    """
+    source = work / "ceiling_model.py"
+    source.write_text(SOURCE.format(bench=str(WORKLOAD.parent), width=WIDTH, layers=layers,
+                                    checkpoint=str(work / CHECKPOINT)))  # fmt: skip
+    arguments = ["-m", "cas_cli", "--store", str(work / "store"), "export", f"{source}:make",
+                 "--backend", "xnnpack", "-o", str(work / "cas")]  # fmt: skip
+    return _run(limit, arguments, work / "cas", work)
+
+
+def _run(limit: int, arguments: list[str], out: Path, work: Path) -> tuple[int, dict[str, str]]:
+    drop_from_cache(work / CHECKPOINT)
+    with limited(limit) as group:
+        process = subprocess.run(
+            [sys.executable, *arguments],
+            input="\n\n",
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            preexec_fn=group.enter,
+            check=False,
+        )
+    if process.returncode:
+        return process.returncode, {}
+    hashes = {path.name: sha256(path) for path in sorted(out.iterdir())}
+    shutil.rmtree(out)
+    return 0, hashes
 
 
 def main() -> int:
@@ -125,27 +166,19 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
         work = Path(directory)
-        write_checkpoint(WIDTH, options.layers, work / "weights.safetensors")
-        runs = (
-            ("stock", options.stock_limit_mib),
-            ("cas", options.limit_mib),
-            ("stock", 16 * options.stock_limit_mib),
-        )
+        write_checkpoint(WIDTH, options.layers, work / CHECKPOINT)
         try:
-            results = [
-                run_under(limit * MIB, spec_for(engine, options.layers, work))
-                for engine, limit in runs
-            ]
+            killed, _ = run_stock(options.stock_limit_mib * MIB, options.layers, work)
+            code, ours = run_cas(options.limit_mib * MIB, options.layers, work)
+            _, reference = run_stock(16 * 1024 * MIB, options.layers, work)
         except CgroupUnavailable as error:
             print(f"cannot run: {error}")
             return 77
-    for (engine, limit), (code, result) in zip(runs, results, strict=True):
-        outcome = f"{result['seconds']:.1f} s" if result else f"killed ({code})"
-        print(f"{engine:6} within {limit:6} MiB: {outcome}")
-    (stock_code, _), (_, ours), (_, reference) = results
-    same = bool(ours and reference and ours["sha256"] == reference["sha256"])
+    print(f"stock within {options.stock_limit_mib} MiB: exit {killed} (-9: killed)")
+    print(f"cas export within {options.limit_mib} MiB: exit {code}")
+    same = bool(ours) and ours == reference
     print("same bytes as stock without a limit" if same else "NOT the same bytes as stock")
-    return 0 if same and stock_code else 1
+    return 0 if same and killed == -9 else 1
 
 
 if __name__ == "__main__":

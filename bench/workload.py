@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import sys
 import time
 import warnings
@@ -89,6 +90,9 @@ def run_stock(model: Callable[[], Stack], spec: dict[str, Any], out: Path) -> No
     with open(out / "model.pte", "wb") as file:
         program.write_to_file(file)
     program.write_tensor_data_to_file(str(out))
+    for path in out.iterdir():  # durable, as what `cas` writes is
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
 
 
 def run_cas(model: Callable[[], Stack], spec: dict[str, Any], out: Path) -> dict[str, int]:

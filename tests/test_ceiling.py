@@ -28,13 +28,13 @@ def test_a_1_gib_xnnpack_export_completes_in_512_mib_where_stock_is_killed_in_15
     except ceiling.CgroupUnavailable as error:
         pytest.skip(str(error))
     layers = 16
-    write_checkpoint(ceiling.WIDTH, layers, tmp_path / "weights.safetensors")
+    write_checkpoint(ceiling.WIDTH, layers, tmp_path / ceiling.CHECKPOINT)
 
-    code, ours = ceiling.run_under(512 * MIB, ceiling.spec_for("cas", layers, tmp_path))
-    assert code == 0 and ours is not None
-    code, stock = ceiling.run_under(8192 * MIB, ceiling.spec_for("stock", layers, tmp_path))
-    assert code == 0 and stock is not None
-    assert ours["sha256"] == stock["sha256"]
+    code, ours = ceiling.run_cas(512 * MIB, layers, tmp_path)
+    assert code == 0 and ours
+    code, stock = ceiling.run_stock(8192 * MIB, layers, tmp_path)
+    assert code == 0
+    assert ours == stock
 
-    code, _ = ceiling.run_under(1500 * MIB, ceiling.spec_for("stock", layers, tmp_path))
+    code, _ = ceiling.run_stock(1500 * MIB, layers, tmp_path)
     assert code == -9
