@@ -42,8 +42,8 @@ _ACTIVE: Final = threading.Lock()
 class Capture:
     """An active capture; `capture` makes one.
 
-    It hooks ExecuTorch on entry and unhooks it on exit, whatever happens in between. Exports that
-    other threads run meanwhile go through the store as well; their results are the same.
+    It hooks ExecuTorch on entry and unhooks it on exit, whatever happens in between. The hooks
+    act in the thread that entered it; what other threads export meanwhile is stock, in memory.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Capture:
         mapper = Mapper(intake.writer, min_size=self._map_threshold)
         copies = PrivateCopies(intake.writer, mapper)
         hooks_named_data.install(patches, intake)
-        hooks_emitter.install(patches, intake)
+        hooks_emitter.install(patches, intake, copies)
         hooks_delegates.install(patches, intake)
         hooks_copies.install(patches, copies)
         hooks_dynamo.install(patches, copies)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cas.executorch.intake import CaptureWriter
+from cas.manifest import Recipe
 from cas.torch.mapping import Mapper
 from cas.torch.streaming import memory_view, put_storage
 
@@ -26,6 +27,10 @@ class PrivateCopies:
         if storage.device.type != "cpu" or storage.nbytes() < self._mapper.min_size:
             return None
         return self._mapper.storage(put_storage(self._writer, storage))
+
+    def of_recipe(self, recipe: Recipe) -> torch.UntypedStorage | None:
+        """The recipe's bytes as a private mapping; None where a plain copy is the better one."""
+        return None if recipe.size < self._mapper.min_size else self._mapper.storage(recipe)
 
     def of_tensor(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A private copy of the bytes under a tensor, with the same strides and no gradient.

@@ -1,4 +1,4 @@
-"""Hook: deep copies of exported programs (`ExportedProgram.__deepcopy__`).
+"""Hooks: deep copies of exported programs, and of weights that several partitions share.
 
 ExecuTorch copies a program for each backend, for each partition, for an ETRecord and in some
 transforms, so that a backend may change its copy. This hook keeps that isolation and drops the
@@ -9,6 +9,7 @@ memory: it decides, before the stock copy runs, what the large tensors become, a
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -17,6 +18,7 @@ from torch.export import ExportedProgram
 
 from cas.executorch.copies import PrivateCopies
 from cas.executorch.patches import Patches
+from cas.executorch.seams import DUPLICATES
 from cas.torch.streaming import is_plain
 
 Memo: TypeAlias = "dict[Any, Any]"
@@ -27,10 +29,30 @@ def install(patches: Patches, copies: PrivateCopies) -> None:
     original = vars(ExportedProgram).get("__deepcopy__")
 
     def deepcopy(self: ExportedProgram, memo: Memo) -> Any:
-        seed_memo(self, memo, copies)
+        if patches.active():
+            seed_memo(self, memo, copies)
         return _reconstruct(self, memo) if original is None else original(self, memo)
 
     patches.set(ExportedProgram, "__deepcopy__", deepcopy)
+    # A weight that a delegate and somebody else use is copied with `copy.deepcopy`, once per user.
+    patches.set(importlib.import_module(DUPLICATES), "copy", _Copy(patches, copies))
+
+
+class _Copy:
+    """The standard module, except that ``deepcopy`` makes private mapped copies of tensors."""
+
+    def __init__(self, patches: Patches, copies: PrivateCopies) -> None:
+        self._patches = patches
+        self._copies = copies
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(copy, name)
+
+    def deepcopy(self, value: Any, memo: Memo | None = None) -> Any:
+        if isinstance(value, torch.Tensor) and self._patches.active():
+            memo = {} if memo is None else memo
+            seed_tensor(value, memo, self._copies)
+        return copy.deepcopy(value, memo)
 
 
 def seed_memo(program: ExportedProgram, memo: Memo, copies: PrivateCopies) -> None:
@@ -41,12 +63,16 @@ def seed_memo(program: ExportedProgram, memo: Memo, copies: PrivateCopies) -> No
     storage copied once for all tensors that share it, so aliases stay aliases.
     """
     for tensor in _tensors(program):
-        if not is_plain(tensor) or not tensor.is_leaf:
-            continue
-        if isinstance(tensor, torch.nn.Parameter):
-            _seed_parameter(tensor, memo, copies)
-        else:
-            _seed_storage(tensor, memo, copies)
+        seed_tensor(tensor, memo, copies)
+
+
+def seed_tensor(tensor: torch.Tensor, memo: Memo, copies: PrivateCopies) -> None:
+    if not is_plain(tensor) or not tensor.is_leaf:
+        return
+    if isinstance(tensor, torch.nn.Parameter):
+        _seed_parameter(tensor, memo, copies)
+    else:
+        _seed_storage(tensor, memo, copies)
 
 
 def _seed_parameter(parameter: torch.nn.Parameter, memo: Memo, copies: PrivateCopies) -> None:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any, Final
 
+import torch
+
 from cas.executorch import seams
+from cas.executorch.blob import StoredBytes
+from cas.executorch.copies import PrivateCopies
 from cas.executorch.intake import Intake
 from cas.executorch.labels import label_of_constant
 from cas.executorch.patches import Patches
@@ -16,15 +21,15 @@ from cas.executorch.patches import Patches
 _ZERO_COPY: Final = ("emitted constants", "xnnpack constants")
 
 
-def install(patches: Patches, intake: Intake) -> None:
-    _install_constants(patches, intake)
-    zero_copy = zero_copy_bytes(max(intake.threshold, 1))
+def install(patches: Patches, intake: Intake, copies: PrivateCopies) -> None:
+    _install_constants(patches, intake, copies)
+    zero_copy = zero_copy_bytes(max(intake.threshold, 1), patches.active)
     for seam in seams.SEAMS:
         if seam.name in _ZERO_COPY:
             _install_zero_copy(patches, seam, zero_copy)
 
 
-def _install_constants(patches: Patches, intake: Intake) -> None:
+def _install_constants(patches: Patches, intake: Intake, copies: PrivateCopies) -> None:
     emitter_class: Any = importlib.import_module(seams.EMITTER)._Emitter
     original = emitter_class._save_new_const_tensor
 
@@ -36,9 +41,33 @@ def _install_constants(patches: Patches, intake: Intake) -> None:
         label = label_of_constant(self, spec)
         if label is not None:
             intake.labels.add(kept, label)
-        return original(self, spec, kept, hashed, *args, **kwargs)
+        index = original(self, spec, kept, hashed, *args, **kwargs)
+        if isinstance(kept, StoredBytes) and label is not None:
+            _drop_clone(spec, _weight(self.exported_program, label.name), kept, copies)
+        return index
 
     patches.set(emitter_class, "_save_new_const_tensor", save_new_const_tensor)
+
+
+def _drop_clone(spec: Any, weight: Any, kept: StoredBytes, copies: PrivateCopies) -> None:
+    """Let a spec hold a mapping of what was stored instead of a clone of its weight.
+
+    ExecuTorch clones a weight that is a view or has odd strides, and the spec keeps the clone for
+    as long as the program lives. Whoever reads the spec's storage later finds the same bytes.
+    """
+    held = spec.storage
+    if held is None or not isinstance(weight, torch.Tensor) or len(kept) != held.nbytes():
+        return
+    if held.data_ptr() == weight.untyped_storage().data_ptr():
+        return
+    mapped = copies.of_recipe(kept.recipe)
+    if mapped is not None:
+        spec.storage = mapped
+
+
+def _weight(program: Any, name: str) -> Any:
+    found = program.state_dict.get(name)
+    return program.constants.get(name) if found is None else found
 
 
 def _install_zero_copy(patches: Patches, seam: seams.Seam, zero_copy: type) -> None:
@@ -49,19 +78,20 @@ def _install_zero_copy(patches: Patches, seam: seams.Seam, zero_copy: type) -> N
     patches.set(module, "bytes", zero_copy)
 
 
-def zero_copy_bytes(threshold: int) -> type:
+def zero_copy_bytes(threshold: int, active: Callable[[], bool]) -> type:
     """A stand-in for ``bytes`` that views a large ctypes array instead of copying it.
 
     The two modules that get it call ``bytes(array)`` on the memory of a tensor that they hold for
     longer than the result: they hash it and pass it on to a function that is hooked here and
-    consumes it before it returns. Everything else is what ``bytes`` does.
+    consumes it before it returns. Everything else, and all while not ``active``, is what ``bytes``
+    does.
     """
 
     class ZeroCopyBytes(metaclass=_LikeBytes):
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             if len(args) == 1 and not kwargs and isinstance(args[0], ctypes.Array):
                 array = args[0]
-                if ctypes.sizeof(array) >= threshold:
+                if ctypes.sizeof(array) >= threshold and active():
                     return memoryview(array).cast("B")
             return bytes(*args, **kwargs)
 

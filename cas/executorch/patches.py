@@ -1,8 +1,12 @@
-"""Attributes replaced for a while, and put back exactly as they were."""
+"""Attributes replaced for a while in one thread, and put back exactly as they were."""
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Final
 
 _ABSENT: Final = object()
@@ -16,18 +20,40 @@ class _Patch:
 
 
 class Patches:
-    """A stack of attribute replacements on classes and modules."""
+    """A stack of attribute replacements on classes and modules.
+
+    Attributes are process-wide, a capture is not: what other threads export meanwhile is neither
+    its business nor may it depend on a store that closes under them. So a function acts only in
+    the thread that made the stack, and elsewhere is the one that it replaces. Values of other
+    kinds ask `active` themselves.
+    """
 
     def __init__(self) -> None:
         self._applied: list[_Patch] = []
+        self._thread = threading.get_ident()
+
+    def active(self) -> bool:
+        """Whether this is the thread that made the stack."""
+        return threading.get_ident() == self._thread
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace ``owner.name``; what ``owner`` itself held before comes back with `undo`."""
         # From the owner's own dictionary: an inherited or built-in name must be absent again
         # afterwards, and a property or staticmethod must come back as the descriptor it was.
         before = vars(owner).get(name, _ABSENT)
+        if isinstance(value, FunctionType) and isinstance(before, FunctionType):
+            value = self._bound_to_thread(value, before)
         setattr(owner, name, value)
         self._applied.append(_Patch(owner, name, before))
+
+    def _bound_to_thread(
+        self, function: Callable[..., Any], before: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        @functools.wraps(before)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (function if self.active() else before)(*args, **kwargs)
+
+        return call
 
     def undo(self) -> None:
         """Put everything back, the last change first."""

@@ -50,6 +50,7 @@ DYNAMO: Final = "torch._dynamo.variables.builder"
 DYNAMO_UTILS: Final = "torch._dynamo.utils"
 SERDE: Final = "executorch.exir.serde.export_serialize"
 EXPORT: Final = "torch.export._trace"
+DUPLICATES: Final = "executorch.exir.backend.canonical_partitioners.duplicate_constant_node_pass"
 
 SEAMS: Final = (
     Seam(
@@ -78,6 +79,13 @@ SEAMS: Final = (
     Seam("file backed digest", CORD, "FileBackedData.sha256", ("self",)),
     Seam("cord", CORD, "Cord.append", ("self", "data")),
     Seam("program copies", "torch.export", "ExportedProgram.__reduce_ex__"),
+    Seam("shared weights", DUPLICATES, "copy.deepcopy", ("x", "memo")),
+    Seam(
+        "shared weights pass",
+        DUPLICATES,
+        "duplicate_constant_node",
+        ("exported_program", "candidate_node"),
+    ),
     Seam("dynamo input clones", DYNAMO, "_clone_input", ("value", "fake_mode")),
     Seam("export entry", EXPORT, "_export", ("mod", "args")),
     Seam("serialized programs", SERDE, "EnumEncoder.default", ("self", "obj")),

@@ -15,10 +15,11 @@ from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPar
 from executorch.devtools import generate_etrecord
 from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
 from executorch.exir._serialize._named_data_store import NamedDataStore
+from executorch.exir.backend.canonical_partitioners import duplicate_constant_node_pass
 from executorch.exir.emit import _emitter
 from executorch.exir.lowered_backend_module import LoweredBackendModule
 from executorch.exir.serde import export_serialize
-from export_cases import EXTERNAL, one, x_mlp
+from export_cases import CASES, EXTERNAL, one, write_files, x_mlp
 from export_models import mlp
 from torch._dynamo.variables import builder
 from torch.export import ExportedProgram, _trace, export
@@ -38,6 +39,7 @@ PATCHED = [
     (LoweredBackendModule, "__init__"),
     (LoweredBackendModule, "processed_bytes"),
     (ExportedProgram, "__deepcopy__"),
+    (duplicate_constant_node_pass, "copy"),
     (builder, "_clone_input"),
     (_trace, "_export"),
     (export_serialize.EnumEncoder, "default"),
@@ -112,6 +114,22 @@ def test_a_capture_in_another_thread_is_refused(store: cas.Store) -> None:
         thread.start()
         thread.join()
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize("name", ["mlp_xnnpack", "blob_backend", "mlp_portable_external"])
+def test_an_export_of_another_thread_is_none_of_its_business(
+    name: str, store: cas.Store, tmp_path: Path
+) -> None:
+    made: list[Any] = []
+    thread = threading.Thread(target=lambda: made.append(CASES[name]().program))
+    with capture(store, threshold=1, map_threshold=1) as cap:
+        thread.start()
+        thread.join()
+        assert cap.counters.logical_bytes == 0
+    write_files(made[0], tmp_path / "other")  # after the capture, as if there had been none
+    write_files(CASES[name]().program, tmp_path / "stock")
+    for path in (tmp_path / "stock").iterdir():
+        assert (tmp_path / "other" / path.name).read_bytes() == path.read_bytes()
 
 
 # --- saving -------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from export_cases import one, quantized_int4, x_mlp, x_square
+from executorch.exir.backend.canonical_partitioners import duplicate_constant_node_pass
+from export_cases import CASES, lower, one, quantized_int4, x_mlp, x_square
 from export_models import Layouts, Tied, mlp
 from torch import nn
 from torch.export import ExportedProgram, export
@@ -158,6 +159,69 @@ def test_editing_a_weight_in_place_between_two_exports(store: cas.Store, tmp_pat
     (weight,) = (t for t in store.manifest("after").tensors if t.name == "second.weight")
     data = (tmp_path / "b/model.pte").read_bytes()[weight.offset : weight.offset + weight.nbytes]
     assert data == model.get_parameter("second.weight").detach().numpy().tobytes()
+
+
+# --- weights that several users share ------------------------------------------------------------
+
+
+def test_a_weight_that_partitions_share_is_mapped_and_private(capturing: cas.Store) -> None:
+    parameter = nn.Parameter(torch.randn(64, 64))
+    private = duplicate_constant_node_pass.copy.deepcopy(parameter)
+    assert type(private) is nn.Parameter
+    assert is_mapped(private, capturing)
+    private.data.zero_()
+    assert bool(parameter.any())
+    view = torch.randn(128, 64)[64:]
+    private_view = duplicate_constant_node_pass.copy.deepcopy(view)
+    assert is_mapped(private_view, capturing)
+    assert_same_shape_of_memory(private_view, view)
+    assert duplicate_constant_node_pass.copy.deepcopy([parameter]) is not None
+    assert duplicate_constant_node_pass.copy.copy is copy.copy
+
+
+def test_a_tied_weight_is_copied_by_that_pass(
+    capturing: cas.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the hook: it is of no use if the pass copies in another way."""
+    seen: list[bool] = []
+    hooked = duplicate_constant_node_pass.copy
+
+    class Watching:
+        def deepcopy(self, value: Any) -> Any:
+            result = hooked.deepcopy(value)
+            if isinstance(value, torch.Tensor):
+                seen.append(is_mapped(result, capturing))
+            return result
+
+    with monkeypatch.context() as patching:
+        patching.setattr(duplicate_constant_node_pass, "copy", Watching())
+        CASES["attention_xnnpack"]()
+    assert seen
+    assert all(seen)
+
+
+class Views(nn.Module):
+    """Weights that are slices of one storage, as a mapped checkpoint may hold them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.randn(3, 64, 64)
+        self.one, self.two = (nn.Parameter(part, requires_grad=False) for part in whole[1:])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.one @ self.two
+
+
+def test_the_emitter_keeps_no_clone_of_a_weight(capturing: cas.Store) -> None:
+    program = lower(exported(Views(), (torch.ones(2, 64),)))
+    specs = [
+        node.meta["spec"]
+        for node in program.exported_program().graph.nodes
+        if node.op == "placeholder" and node.meta["spec"].const
+    ]
+    assert len(specs) == 2
+    for spec in specs:
+        assert is_mapped(torch.empty(0).set_(spec.storage), capturing)
 
 
 # --- the clones of a strict export ----------------------------------------------------------------

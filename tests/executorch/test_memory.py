@@ -26,7 +26,7 @@ from torch import nn
 import cas
 from cas.executorch import capture
 
-folder, backend, strict, captured = Path(sys.argv[1]), *(json.loads(a) for a in sys.argv[2:])
+folder, kind, backend, strict, captured = Path(sys.argv[1]), *map(json.loads, sys.argv[2:])
 layers, width = {layers}, {width}
 
 def anonymous():
@@ -36,11 +36,28 @@ def anonymous():
 
 def model(width, layers):
     with torch.device("meta"):
+        if kind == "tied":
+            head = nn.Linear(width, width * layers, bias=False)
+            return nn.Sequential(nn.Embedding(width * layers, width), head).eval()
         return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).eval()
+
+def load(module, path):
+    values = torch.load(path, mmap=True)
+    weights = [nn.Parameter(value, requires_grad=False) for value in values]
+    for layer, weight in zip(module, weights * 2 if kind == "tied" else weights):
+        layer.weight = weight
+
+def save(width, layers, path):
+    torch.manual_seed(0)
+    whole = torch.empty(layers, width, width).normal_()
+    # The layers of the "views" are slices of one tensor.
+    kept = {{"tied": [whole.view(-1, width)], "views": list(whole.unbind())}}
+    torch.save(kept.get(kind) or [layer.clone() for layer in whole], path)
 
 def run(module, width, name, captured):
     def program():
-        exported = torch.export.export(module, (torch.ones(1, width),), strict=strict)
+        inputs = torch.zeros(1, dtype=torch.long) if kind == "tied" else torch.ones(1, width)
+        exported = torch.export.export(module, (inputs,), strict=strict)
         partitioner = [XnnpackPartitioner()] if backend == "xnnpack" else None
         return to_edge_transform_and_lower(exported, partitioner=partitioner).to_executorch(
             ExecutorchBackendConfig(external_constants=backend == "portable"))
@@ -59,14 +76,10 @@ tiny = model(64, 1).to_empty(device="cpu")
 run(tiny, 64, "tiny", captured)
 weights = folder / "weights.pt"
 if not weights.exists():
-    torch.manual_seed(0)
-    source = model(width, layers).to_empty(device="cpu")
-    for parameter in source.parameters():
-        nn.init.normal_(parameter)
-    torch.save(source.state_dict(), weights)
+    save(width, layers, weights)
     sys.exit()
 large = model(width, layers)
-large.load_state_dict(torch.load(weights, mmap=True), assign=True)
+load(large, weights)
 base, peak, done = anonymous(), 0, threading.Event()
 
 def sample():
@@ -83,11 +96,11 @@ print(json.dumps(peak - base))
 """
 
 
-def peak(folder: Path, backend: str, *, strict: bool, captured: bool) -> float:
+def peak(folder: Path, kind: str, backend: str, *, strict: bool, captured: bool) -> float:
     """Peak anonymous memory of an export, as a multiple of the weights."""
     script = SCRIPT.format(layers=LAYERS, width=WIDTH)
     command = [sys.executable, "-W", "ignore", "-c", script, str(folder)]
-    arguments = [json.dumps(value) for value in (backend, strict, captured)]
+    arguments = [json.dumps(value) for value in (kind, backend, strict, captured)]
     repository = Path(__file__).resolve().parents[2]
     for _ in range(1 if (folder / "weights.pt").exists() else 2):
         for name in ("tiny", "large"):
@@ -103,12 +116,18 @@ def peak(folder: Path, backend: str, *, strict: bool, captured: bool) -> float:
 
 
 @pytest.mark.parametrize(
-    ("backend", "strict", "stock"),
-    [("portable", False, 1.0), ("xnnpack", False, 2.0), ("xnnpack", True, 2.0)],
+    ("kind", "backend", "strict", "stock"),
+    [
+        ("layers", "portable", False, 1.0),
+        ("layers", "xnnpack", False, 2.0),
+        ("layers", "xnnpack", True, 2.0),
+        ("tied", "xnnpack", False, 3.0),
+        ("views", "portable", False, 2.0),
+    ],
 )
 def test_peak_memory_is_a_fraction_of_the_weights(
-    backend: str, strict: bool, stock: float, tmp_path: Path
+    kind: str, backend: str, strict: bool, stock: float, tmp_path: Path
 ) -> None:
-    assert peak(tmp_path, backend, strict=strict, captured=False) > 0.9 * stock
+    assert peak(tmp_path, kind, backend, strict=strict, captured=False) > 0.9 * stock
     # What is left is one buffer of a chunk per worker, the graph and the recipes.
-    assert peak(tmp_path, backend, strict=strict, captured=True) < 0.2
+    assert peak(tmp_path, kind, backend, strict=strict, captured=True) < 0.2
