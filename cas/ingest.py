@@ -299,6 +299,7 @@ class Ingest:
             with fsio.os_errors(self._layout.root):
                 self._sync_or_break(unsynced)
                 self._move(batch)
+            self._buffers = Buffers()  # what follows, an assembly perhaps, has buffers of its own
 
     def _sync_or_break(self, paths: list[Path]) -> None:
         """Sync; a failure other than a full disk ends this writer's publishing for good.
