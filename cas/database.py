@@ -228,7 +228,7 @@ def _set_modes(path: Path, mode: int) -> None:
 def identity(path: Path) -> tuple[int, ...] | None:
     """Of both files: who deletes only ``lock.mdb`` takes the mutex away from who has it open."""
     try:
-        data, lock = os.stat(path / "data.mdb"), os.stat(path / "lock.mdb")
+        data, lock = os.stat(f"{path}/data.mdb"), os.stat(f"{path}/lock.mdb")
     except (FileNotFoundError, NotADirectoryError):
         return None
     return (data.st_dev, data.st_ino, lock.st_dev, lock.st_ino)

@@ -61,6 +61,7 @@ class Index:
 
     def __init__(self, layout: Layout, modes: fsio.Modes, clock: Callable[[], float]) -> None:
         self.layout = layout
+        self.path = layout.index
         self.modes = modes
         self.clock = clock
         self._users = 0
@@ -127,11 +128,10 @@ class Index:
     @contextlib.contextmanager
     def write(self) -> Iterator[Transaction]:
         """The store's mutex. Changes are durable when the block ends, and undone if it raises."""
-        path = self.layout.index
         with (
             self._current() as database,
             self._alone(),
-            fsio.os_errors(path),
+            fsio.os_errors(self.path),
             self._notice_damage(),
         ):
             txn = database.begin(write=True)
@@ -142,7 +142,7 @@ class Index:
             except BaseException:
                 txn.abort()
                 raise
-            fsio.step("index-commit", path)
+            fsio.step("index-commit", self.path)
             txn.commit()
 
     @contextlib.contextmanager
@@ -213,7 +213,7 @@ class Index:
                 while True:
                     self._take(fsio.FileLock.shared)
                     database = self._database
-                    current = database and database.identity == identity(self.layout.index)
+                    current = database and database.identity == identity(self.path)
                     if database and current and not self._suspect:
                         break
                     self._lock.unlock()  # flock cannot upgrade in one step, hence the loop
@@ -242,14 +242,14 @@ class Index:
     @contextlib.contextmanager
     def _notice_damage(self) -> Iterator[None]:
         """Damage that shows only in use has the index rebuilt at next use."""
-        with lmdb_errors(self.layout.index):
+        with lmdb_errors(self.path):
             try:
                 yield
             except DAMAGE as error:
                 self._suspect = True
                 self._forget_stamp()
                 raise StoreDamaged(
-                    self.layout.index, f"is damaged ({error}); it is rebuilt at its next use"
+                    self.path, f"is damaged ({error}); it is rebuilt at its next use"
                 ) from error
 
     def reconcile(self) -> int:
@@ -296,8 +296,8 @@ class Index:
             if reason is None:
                 try:
                     # A full disk or a missing permission is no reason to throw it away.
-                    with fsio.os_errors(self.layout.index), lmdb_errors(self.layout.index):
-                        self._database = Database(self.layout.index, self.modes.file)
+                    with fsio.os_errors(self.path), lmdb_errors(self.path):
+                        self._database = Database(self.path, self.modes.file)
                     # A process that dies, of LMDB itself perhaps, leaves none for the next one.
                     self._stamped = self._read_stamp()
                     self._forget_stamp()
@@ -309,7 +309,7 @@ class Index:
             self._lock.unlock()
 
     def _why_not_usable(self) -> str | None:
-        data = self.layout.index / "data.mdb"
+        data = self.path / "data.mdb"
         if self._suspect:
             return "it was found damaged in use"
         if not data.is_file():
@@ -317,13 +317,13 @@ class Index:
         stamped = self._read_stamp()
         if stamped[:-1] == stamp(data):  # written by nobody; but bits rot, and LMDB might crash
             return None if stamped[-1] == checksum(data) else "it is not as it was left"
-        if is_in_use(self.layout.index):
+        if is_in_use(self.path):
             return None  # then it was checked, and has changed since by transactions only
-        return find_damage(self.layout.index)
+        return find_damage(self.path)
 
     def _build(self, reason: str) -> None:
         """Make a new index beside the old one and swap. The caller holds the lock exclusively."""
-        if self.layout.index.exists() or next(iter(chunkfiles.walk(self.layout.chunks)), None):
+        if self.path.exists() or next(iter(chunkfiles.walk(self.layout.chunks)), None):
             logger.warning("rebuilding the index of %s: %s", self.layout.root, reason)
         fresh = self.layout.tmp / f"index-{secrets.token_hex(8)}"
         try:
@@ -332,12 +332,12 @@ class Index:
             fsio.remove_tree(fresh)  # on a full disk, nothing but the error should stay
             raise
         old = self.layout.tmp / f"index-{secrets.token_hex(8)}"
-        if self.layout.index.exists():
-            fsio.rename(self.layout.index, old)
-        fsio.rename(fresh, self.layout.index)
+        if self.path.exists():
+            fsio.rename(self.path, old)
+        fsio.rename(fresh, self.path)
         fsio.sync_path(self.layout.root)
         fsio.remove_tree(old)
-        self._database = Database(self.layout.index, self.modes.file)
+        self._database = Database(self.path, self.modes.file)
         self._suspect = False
 
     def _make(self, path: Path) -> None:
@@ -378,30 +378,30 @@ class Index:
         self._close_environment()
         if self._suspect:
             return
-        data = self.layout.index / "data.mdb"
+        data = self.path / "data.mdb"
         if not self._lock.try_exclusive():
             return
         try:
-            if known == identity(self.layout.index):
+            if known == identity(self.path):
                 now: list[object] = [*stamp(data)]
                 same = self._stamped[:-1] == now
                 text = json.dumps(self._stamped if same else [*now, checksum(data)]).encode()
-                temporary = self.layout.index / f"stamp-{secrets.token_hex(4)}"
+                temporary = self.path / f"stamp-{secrets.token_hex(4)}"
                 fsio.create_file(temporary, text, mode=self.modes.file, sync=False)
-                fsio.rename(temporary, self.layout.index / "stamp")
+                fsio.rename(temporary, self.path / "stamp")
         except OSError as error:  # a hint for the next open; a full disk must not fail a close
-            logger.info("no stamp left for %s: %s", self.layout.index, error)
+            logger.info("no stamp left for %s: %s", self.path, error)
         finally:
             self._lock.unlock()
 
     def _forget_stamp(self) -> None:
         with contextlib.suppress(OSError):  # what cannot be removed is checked by its checksum
-            fsio.unlink(self.layout.index / "stamp")
+            fsio.unlink(self.path / "stamp")
 
     def _read_stamp(self) -> list[object]:
         """What `stamp` said at the last clean close, then the checksum; or nothing of use."""
         try:
-            found = json.loads((self.layout.index / "stamp").read_bytes())
+            found = json.loads((self.path / "stamp").read_bytes())
         except (OSError, ValueError, RecursionError):
             return []
         return found if isinstance(found, list) else []
