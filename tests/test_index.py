@@ -174,7 +174,7 @@ def test_deleting_it_while_threads_write_loses_nothing(root: Path) -> None:
     assert_nothing_lost(root)
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.slow)])
 def test_flipped_bits_anywhere_in_it_lose_nothing_and_crash_nothing(root: Path, count: int) -> None:
     """Each in a child of its own: a crash of the process is what is looked for."""
     index = root / "index"

@@ -177,4 +177,4 @@ def test_no_sequence_of_operations_loses_or_invents_an_artifact() -> None:
 
 @pytest.mark.slow
 def test_no_long_sequence_of_operations_loses_or_invents_an_artifact() -> None:
-    run(examples=60, steps=40)
+    run(examples=30, steps=40)

@@ -162,5 +162,5 @@ def test_processes_that_write_collect_verify_and_die_lose_nothing(root: Path) ->
 
 
 @pytest.mark.slow
-def test_a_minute_of_many_processes_loses_nothing(root: Path) -> None:
-    stress(root, seconds=60, writers=8)
+def test_half_a_minute_of_many_processes_loses_nothing(root: Path) -> None:
+    stress(root, seconds=30, writers=8)

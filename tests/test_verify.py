@@ -248,7 +248,7 @@ def test_a_chunk_replaced_while_it_is_being_checked_is_not_set_aside(store: Stor
     assert report.clean and victim.exists()
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [50, pytest.param(150, marks=pytest.mark.slow)])
 def test_one_flipped_bit_anywhere_is_found_or_harmless(root: Path, count: int) -> None:
     """Over chunks, manifests, refs, leases, config and header; never a wrong output file."""
     with open_store(root / "s") as store:
