@@ -45,6 +45,9 @@ class Marks:
         Each is read again each time: a name that was removed and committed anew has its old
         generation number, and another manifest.
         """
+        for name in refs.strangers(context.layout):
+            why = "no ref has such a name; rename it to what it was, or move it out of the store"
+            self.problems[f"refs/{name}"] = why
         for ref_id in refs.ids(context.layout):
             try:
                 digest = refs.read(context.layout, ref_id).manifest

@@ -67,6 +67,19 @@ def names(layout: Layout) -> list[str]:
     return sorted(found)
 
 
+def strangers(layout: Layout) -> list[str]:
+    """Directories that no ref name explains: somebody renamed one, or its name rotted."""
+    found = []
+    with fsio.os_errors(layout.refs, "read"), os.scandir(layout.refs) as entries:
+        for entry in entries:
+            try:
+                unescape_ref_name(entry.name)
+            except InvalidName:
+                if entry.is_dir():
+                    found.append(entry.name)
+    return sorted(found)
+
+
 def generations(layout: Layout, name: str) -> list[int]:
     """The generations of ``name``, rising; empty if there is no such name."""
     path = layout.ref_dir(name)

@@ -302,3 +302,14 @@ def test_gc_unlinks_only_inside_its_own_directories(store: Store, root: Path) ->
     collect(store)
     assert (root / "outside").read_bytes() == b"mine"
     assert_kept(store, root)
+
+
+def test_a_ref_whose_directory_was_renamed_keeps_gc_from_its_chunks(root: Path) -> None:
+    with open_store(root / "r") as store:
+        commit(store, "name", contents(5, 3 * CHUNK))
+        directory = store.context.layout.refs / "name"
+        directory.rename(directory.with_name("na\x01me"))
+        report = collect(store)
+        assert report.freed_bytes == 0 and "no ref has such a name" in report.problems[0]
+        directory.with_name("na\x01me").rename(directory)
+        assert store.assemble("name", root / "out")[0].read_bytes() == contents(5, 3 * CHUNK)
