@@ -19,15 +19,16 @@ class CaptureActive(Refused):
 
 
 class UnsupportedVersion(Refused):
-    """The installed ExecuTorch is not one whose internals this version of cas knows."""
+    """The installed ExecuTorch, or torch, is not one whose internals this version of cas knows."""
 
-    def __init__(self, found: str, supported: Iterable[str]) -> None:
+    def __init__(self, package: str, found: str, supported: Iterable[str]) -> None:
+        self.package = package
         self.found = found
         self.supported = tuple(supported)
         known = ", ".join(self.supported)
         super().__init__(
-            f"capture supports executorch {known}, found {found}; install a supported version "
-            f"(pip install 'executorch=={self.supported[-1]}'), use a newer cas, or export "
+            f"capture supports {package} {known}, found {found}; install a supported version "
+            f"(pip install '{package}=={self.supported[-1]}'), use a newer cas, or export "
             "without capture"
         )
 

@@ -20,6 +20,9 @@ from cas.executorch.errors import SeamMismatch, UnsupportedVersion
 #: Releases whose sources were read and whose exports the test suite compares byte for byte.
 SUPPORTED_VERSIONS: Final = ("1.5.1",)
 
+#: The torch that each of them is built against; the hooks reach into torch as well.
+TORCH_VERSIONS: Final = {"1.5.1": "2.13"}
+
 
 @dataclass(frozen=True, slots=True)
 class Seam:
@@ -105,12 +108,15 @@ def check_version(supported: Iterable[str] = SUPPORTED_VERSIONS) -> str:
     """The installed version, if it is supported; a local suffix such as ``+cpu`` is ignored.
 
     Raises:
-        UnsupportedVersion: it is not.
+        UnsupportedVersion: it is not, or torch is not the one that belongs to it.
     """
     found = executorch_version()
     known = tuple(supported)
     if found.split("+", 1)[0] not in known:
-        raise UnsupportedVersion(found, known)
+        raise UnsupportedVersion("executorch", found, known)
+    torch_found, torch_known = str(torch.__version__), TORCH_VERSIONS.get(found.split("+", 1)[0])
+    if torch_known is not None and not torch_found.startswith(f"{torch_known}."):
+        raise UnsupportedVersion("torch", torch_found, (f"{torch_known}.*",))
     return found
 
 

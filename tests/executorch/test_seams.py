@@ -36,6 +36,12 @@ def test_another_version_is_refused(
     assert NamedDataStore.add_named_data is before
 
 
+def test_another_torch_is_refused(store: cas.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seams.torch, "__version__", "2.14.0")
+    with pytest.raises(UnsupportedVersion, match=r"supports torch 2\.13\.\*, found 2\.14\.0"):
+        capture(store).__enter__()
+
+
 @pytest.mark.parametrize("seam", seams.SEAMS, ids=lambda seam: seam.name)
 def test_a_missing_seam_is_refused_by_name(
     seam: seams.Seam, store: cas.Store, monkeypatch: pytest.MonkeyPatch
