@@ -63,6 +63,19 @@ def _drop_clone(spec: Any, weight: Any, kept: StoredBytes, copies: PrivateCopies
     mapped = copies.of_recipe(kept.recipe)
     if mapped is not None:
         spec.storage = mapped
+        del held
+        _return_freed_memory()
+
+
+def _return_freed_memory() -> None:
+    """Give the kernel what is free in the heap.
+
+    After the first clones glibc serves the later ones from its heap, where small objects keep
+    them from being returned or used again: freed, they would still take their memory.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _weight(program: Any, name: str) -> Any:

@@ -55,7 +55,8 @@ class MapBudget:
         self.limit = limit
         self.used = 0
         self.warned = False
-        self._lock = threading.Lock()
+        # A collected mapping gives its share back, and the collector may run inside `take`.
+        self._lock = threading.RLock()
 
     @classmethod
     def of_kernel(cls) -> MapBudget:

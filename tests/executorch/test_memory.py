@@ -116,18 +116,19 @@ def peak(folder: Path, kind: str, backend: str, *, strict: bool, captured: bool)
 
 
 @pytest.mark.parametrize(
-    ("kind", "backend", "strict", "stock"),
+    ("kind", "backend", "strict", "stock", "most"),
     [
-        ("layers", "portable", False, 1.0),
-        ("layers", "xnnpack", False, 2.0),
-        ("layers", "xnnpack", True, 2.0),
-        ("tied", "xnnpack", False, 3.0),
-        ("views", "portable", False, 2.0),
+        ("layers", "portable", False, 1.0, 0.2),
+        ("layers", "xnnpack", False, 2.0, 0.2),
+        ("layers", "xnnpack", True, 2.0, 0.2),
+        ("tied", "xnnpack", False, 3.0, 0.25),
+        # Two of the eight layers at a time: ExecuTorch clones one before the last is let go.
+        ("views", "portable", False, 2.0, 0.4),
     ],
 )
 def test_peak_memory_is_a_fraction_of_the_weights(
-    kind: str, backend: str, strict: bool, stock: float, tmp_path: Path
+    kind: str, backend: str, strict: bool, stock: float, most: float, tmp_path: Path
 ) -> None:
     assert peak(tmp_path, kind, backend, strict=strict, captured=False) > 0.9 * stock
     # What is left is one buffer of a chunk per worker, the graph and the recipes.
-    assert peak(tmp_path, kind, backend, strict=strict, captured=True) < 0.2
+    assert peak(tmp_path, kind, backend, strict=strict, captured=True) < most
