@@ -16,6 +16,8 @@ from cas.manifest import Json
 
 FORMS = "file.pt2, PKG.MOD:ATTR or FILE.py:ATTR"
 BACKENDS = "portable, xnnpack or PKG.MOD:PARTITIONER"
+#: A larger alignment would only fill files with padding.
+MAX_ALIGNMENT = 1 << 30
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 #: Where ExecuTorch itself puts external constants when no tag is given.
@@ -36,6 +38,10 @@ class SourceDamaged(Damaged):
 
 class BackendUnavailable(Refused):
     """A backend that this version, or this installation, cannot lower to."""
+
+
+class BackendNotFound(NotFound):
+    """The module of a backend, or its partitioner, does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,11 @@ class ExportOptions:
             values.pop("external_tag")
         return {key: value for key, value in values.items() if value is not None}
 
+    def external_file(self) -> str:
+        """The file that ExecuTorch writes for the tag."""
+        tag = self.external_tag
+        return tag if tag.endswith(".ptd") else f"{tag}.ptd"
+
     def validate(self) -> None:
         """Refuse what ExecuTorch would only trip over at the end of a long export.
 
@@ -140,10 +151,16 @@ class ExportOptions:
         """
         for name in ("segment_alignment", "constant_alignment", "delegate_alignment"):
             value = getattr(self, name)
-            if value is not None and (value < 1 or value & (value - 1)):
-                raise UsageError(f"{name} must be a power of two, got {value}")
+            if value is None:
+                continue
+            if not 1 <= value <= MAX_ALIGNMENT or value & (value - 1):
+                raise UsageError(
+                    f"{name} must be a power of two of at most {MAX_ALIGNMENT}, got {value}"
+                )
         check_backend(self.backend)
-        check_file_name(f"{self.external_tag}.ptd")
+        if not self.external_tag:
+            raise UsageError("the external tag is empty; give a name, or leave it out")
+        check_file_name(self.external_file())
         if self.dtype is not None and self.dtype not in DTYPES:
             raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
 

@@ -8,11 +8,13 @@ same bytes. Every option corresponds to one argument of them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from executorch.exir import (
@@ -29,13 +31,16 @@ from torch.utils import _pytree as pytree
 from cas.errors import CasError, UsageError
 from cas.executorch.capture import capture
 from cas.executorch.loading import Method, ModuleCall, import_path, load_methods
+from cas.executorch.seams import check_version
 from cas.exportspec import (
     DEFAULT_TAG,
+    BackendNotFound,
     BackendUnavailable,
     ExportOptions,
     Source,
     check_backend,
 )
+from cas.manifest import Manifest
 from cas.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -44,12 +49,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: What a disk says that is full or cannot be written: true of the machine, not of the model.
+_DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
 
 class ExportFailed(CasError):
     """PyTorch or ExecuTorch could not do a stage. Their error is ``__cause__``."""
 
     def __init__(self, stage: str, cause: BaseException) -> None:
         self.stage = stage
+        if isinstance(cause, SystemExit):
+            super().__init__(f"{stage} failed: the code called sys.exit({cause}); -v shows where")
+            return
         text = str(cause).strip() or type(cause).__name__
         first = text.splitlines()[0]
         super().__init__(f"{stage} failed: {type(cause).__name__}: {first[:500]}; -v shows all")
@@ -77,6 +88,7 @@ def export_source(
     """
     options = options or ExportOptions()
     options.validate()
+    check_version()
     name = name or source.default_name()
     with import_path(source):
         with _stage(progress, "load"):
@@ -85,7 +97,7 @@ def export_source(
         with capture(store, name, progress=progress) as cap:
             program = lower(methods, partitioners, options, progress)
             with _stage(progress, "store"):
-                return cap.save(
+                saved = cap.save(
                     program,
                     directory,
                     basename=basename,
@@ -93,6 +105,23 @@ def export_source(
                     command=command,
                     created=created,
                 )
+    if options.external_weights:
+        _warn_of_weights_inside(store.manifest(saved.commit.ref), f"{basename}.pte")
+    return saved
+
+
+def _warn_of_weights_inside(manifest: Manifest, program: str) -> None:
+    """Not every backend, and not every kind of weight, heeds the wish for a file of its own."""
+    inside = sum(tensor.nbytes for tensor in manifest.tensors if tensor.file == program)
+    total = sum(tensor.nbytes for tensor in manifest.tensors)
+    if 2 * inside > total:
+        log.warning(
+            "%d of %d bytes of weights stayed in %s: the backend does not put them into a file "
+            "of their own",
+            inside,
+            total,
+            program,
+        )
 
 
 def lower(
@@ -124,7 +153,8 @@ def resolve_backend(spec: str) -> list[Partitioner]:
     """The partitioners of a backend: ``portable``, ``xnnpack`` or ``PKG.MOD:PARTITIONER``.
 
     Raises:
-        BackendUnavailable: ``cuda`` (not in this version), or its package is not installed.
+        BackendUnavailable: ``cuda`` (not in this version), or it cannot be imported.
+        BackendNotFound: there is no such module, or nothing of that name in it.
         UsageError: no such backend.
     """
     check_backend(spec)
@@ -144,15 +174,22 @@ def resolve_backend(spec: str) -> list[Partitioner]:
 
 def _partitioner(module: str, attr: str, spec: str) -> Partitioner:
     try:
-        value = getattr(importlib.import_module(module), attr)
+        found = importlib.import_module(module)
     except ImportError as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if spec != "xnnpack" and missing and f"{module}.".startswith(f"{missing}."):
+            raise BackendNotFound(f"backend {spec}: there is no module {missing!r}") from error
         raise BackendUnavailable(f"backend {spec} cannot be imported: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ExportFailed(f"importing backend {spec}", error) from error
+    try:
+        value = getattr(found, attr)
     except AttributeError:
-        raise UsageError(f"backend {spec}: module {module} has no {attr!r}") from None
+        raise BackendNotFound(f"backend {spec}: module {module} has no {attr!r}") from None
     if not isinstance(value, Partitioner) and callable(value):
         try:
             value = value()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ExportFailed(f"making the partitioner {spec}", error) from error
     if not isinstance(value, Partitioner):
         raise UsageError(
@@ -184,7 +221,17 @@ def export_method(method: Method, options: ExportOptions) -> ExportedProgram:
 
 
 def convert(call: ModuleCall, dtype: torch.dtype) -> ModuleCall:
-    """The same call with floating point weights and inputs of another type."""
+    """The same call with floating point weights and inputs of another type.
+
+    The module is converted in place, as `Module.to` does it: a converted copy would take the
+    memory of the weights once more. It was made for this export.
+
+    Raises:
+        UsageError: a weight is complex; converting it would drop the imaginary part.
+    """
+    for name, tensor in chain(call.module.named_parameters(), call.module.named_buffers()):
+        if tensor.is_complex():
+            raise UsageError(f"--dtype cannot convert {name}, which is complex; export without it")
 
     def one(value: Any) -> Any:
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -264,10 +311,12 @@ def _stage(progress: Progress, label: str) -> Iterator[None]:
     progress.start(label, None)
     try:
         yield
-    except (CasError, OSError, MemoryError):
+    except (CasError, MemoryError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         known = _library_error(error)
+        if known is error:
+            raise
         if known is not None:
             raise known from error
         raise ExportFailed(label, error) from error
@@ -276,11 +325,16 @@ def _stage(progress: Progress, label: str) -> Iterator[None]:
 
 
 def _library_error(error: BaseException) -> CasError | OSError | None:
-    """A full disk, say, that came through frames which wrapped it in errors of their own."""
+    """An error of the library, or a full disk, that frames in between wrapped in their own.
+
+    Any other OSError may be one that the model's code met and handled, long before it failed.
+    """
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
-        if isinstance(current, (CasError, OSError)):
+        if isinstance(current, CasError):
+            return current
+        if isinstance(current, OSError) and current.errno in _DISK:
             return current
         seen.add(id(current))
         current = current.__cause__ or current.__context__

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.export import AdditionalInputs, Dim, ExportedProgram, ShapesCollection
 
-from cas.errors import CasError, UsageError
+from cas.errors import CasError, PermissionRefused, UsageError
 from cas.exportspec import Source, SourceDamaged, SourceInvalid, SourceNotFound
 
 #: The dynamic shape hints that are not `Dim` objects, such as `Dim.AUTO`.
@@ -61,8 +61,12 @@ Method = ExportedProgram | ModuleCall
 def import_path(source: Source) -> Iterator[None]:
     """Let the source import its neighbours, as Python does for a script or for ``python -m``.
 
-    Keep it entered through the export: a model may import lazily in its ``forward``.
+    Keep it entered through the export: a model may import lazily in its ``forward``. An exported
+    program imports nothing, and its directory may be full of anything.
     """
+    if source.location.endswith(".pt2"):
+        yield
+        return
     directory = Path(source.location).parent if source.is_file else Path()
     entry = str(directory.resolve())
     sys.path.insert(0, entry)
@@ -79,6 +83,7 @@ def load_methods(source: Source) -> dict[str, Method]:
     Raises:
         SourceNotFound: a missing file, module or attribute.
         SourceDamaged: a ``.pt2`` file that is truncated or not one.
+        PermissionRefused: a ``.pt2`` file that may not be read.
         SourceRaised: the user's code raised.
         SourceInvalid: it gave something that cannot be exported.
     """
@@ -90,10 +95,20 @@ def load_methods(source: Source) -> dict[str, Method]:
 
 
 def _load_pt2(path: Path) -> ExportedProgram:
+    try:
+        with open(path, "rb"):
+            pass
+    except PermissionError as error:
+        raise PermissionRefused(path, "read", (error.strerror or "not permitted").lower()) from None
     if not zipfile.is_zipfile(path):
         raise SourceDamaged(
             f"{path} is not a complete .pt2 file (it has no archive directory at its end): it was "
             "truncated, or written by something else; write it again with torch.export.save"
+        )
+    if not _is_export_archive(path):
+        raise SourceInvalid(
+            f"{path} was not written by torch.export.save (by torch.save, perhaps); a .pt2 source "
+            "holds an exported program: torch.export.save(torch.export.export(model, args), path)"
         )
     try:
         return torch.export.load(path)
@@ -102,6 +117,20 @@ def _load_pt2(path: Path) -> ExportedProgram:
             f"{path} could not be loaded: {_one_line(error)}; it is damaged, or this torch "
             f"({torch.__version__}) cannot read it: write it again with torch.export.save"
         ) from error
+
+
+def _is_export_archive(path: Path) -> bool:
+    """Whether the archive names its format, or its serialized program, as export archives do."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except zipfile.BadZipFile:
+        return True  # damaged, which loading it will tell
+    # In a truncated archive the last archive inside it is found instead, which begins later.
+    if min((entry.header_offset for entry in entries), default=0) > 0:
+        return True
+    names = {Path(entry.filename).name for entry in entries}
+    return "archive_format" in names or "serialized_exported_program.json" in names
 
 
 def _import_file(source: Source) -> ModuleType:

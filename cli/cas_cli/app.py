@@ -72,6 +72,8 @@ class App:
             read_only=read_only,
             umask=umask,
         ) as store:
+            if store.read_only and write:
+                raise ReadOnlyStore(self.path, click.get_current_context().info_name or "write")
             yield store
 
     @contextlib.contextmanager

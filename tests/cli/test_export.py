@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from cas.exportspec import parse_source
 from cas.testing.damage import fill_disk
 
 from .conftest import Outcome, Run
@@ -18,6 +20,9 @@ from .conftest import Outcome, Run
 pytest.importorskip("executorch")
 
 SOURCE = """
+import ctypes
+import sys
+
 import torch
 from torch.export import Dim
 
@@ -129,6 +134,66 @@ class Branch(torch.nn.Module):
 
 def untraceable():
     return Branch().eval(), (X,)
+
+
+class Exits(torch.nn.Module):
+    def forward(self, x):
+        sys.exit()
+
+
+def exits():
+    return Exits().eval(), (X,)
+
+
+class Handled(torch.nn.Module):
+    def forward(self, x):
+        try:
+            open("no such file")
+        except OSError:
+            raise ValueError("the real reason")
+
+
+def handled():
+    return Handled().eval(), (X,)
+
+
+def wrong_shape():
+    return Net().eval(), (torch.ones(4, 7),)
+
+
+class Complex(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("phase", torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return x
+
+
+def complex_buffer():
+    return Complex().eval(), (X,)
+
+
+def prints():
+    ctypes.CDLL(None).printf(b"from native code\\n")
+    sys.__stdout__.write("around the redirection\\n")
+    return make()
+
+
+def partitioner_exits():
+    sys.exit(0)
+
+
+def not_quantized_outside():
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
+    from torchao.quantization.granularity import PerGroup
+
+    net = Net().eval()
+    config = Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int4, weight_granularity=PerGroup(32)
+    )
+    quantize_(net, config)
+    return net, (X,)
 """
 
 
@@ -140,13 +205,37 @@ class Case:
     backend: str
     options: tuple[str, ...] = ()
     config: str = ""
+    stock: Mapping[str, str] = field(default_factory=dict)
 
+
+#: The name that ExecuTorch gives to the file of external constants.
+EXTERNAL = "'_default_external_constant'"
 
 CASES = {
     "portable": Case("make", "portable"),
     "xnnpack": Case("make", "xnnpack"),
     "two methods": Case("methods", "xnnpack"),
     "dynamic shape": Case("dynamic", "xnnpack"),
+    "strict": Case("make", "xnnpack", ("--strict",), stock={"strict": "True"}),
+    "bfloat16": Case(
+        "make", "portable", ("--dtype", "bfloat16"), stock={"dtype": "torch.bfloat16"}
+    ),
+    "saved": Case("saved.pt2", "xnnpack"),
+    # ExecuTorch's own way for a delegate: tag the weights of an unlifted module, export it again.
+    "external xnnpack": Case(
+        "make",
+        "xnnpack",
+        ("--external-weights",),
+        "ExecutorchBackendConfig(external_constants=True)",
+        {"tag": EXTERNAL},
+    ),
+    "external dynamic": Case(
+        "dynamic",
+        "xnnpack",
+        ("--external-weights",),
+        "ExecutorchBackendConfig(external_constants=True)",
+        {"tag": EXTERNAL},
+    ),
     "external": Case(
         "make",
         "portable",
@@ -169,19 +258,35 @@ CASES = {
 
 #: The three calls of a stock script, for each case, in a process that knows nothing of cas.
 STOCK = """
-import pathlib, runpy, sys, warnings
+import pathlib, sys, warnings
 warnings.simplefilter("ignore")
-import torch
+import net, torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir.passes.external_constants_pass import (
+    delegate_external_constants_pass_unlifted,
+)
 
-def stock(directory, attr, backend, *config):
-    made = runpy.run_path("net.py")[attr]()
-    programs = {}
-    for name, call in (made if isinstance(made, dict) else {"forward": made}).items():
-        module, args, *rest = call
-        shapes = rest[0] if rest else None
-        programs[name] = torch.export.export(module, args, dynamic_shapes=shapes)
+def exported(call, strict=False, dtype=None, tag=None):
+    module, args, *rest = call
+    shapes = rest[0] if rest else None
+    if dtype is not None:
+        module, args = module.to(dtype), tuple(arg.to(dtype) for arg in args)
+    program = torch.export.export(module, args, dynamic_shapes=shapes, strict=strict)
+    if tag is None:
+        return program
+    unlifted = program.module()
+    delegate_external_constants_pass_unlifted(unlifted, gen_tag_fn=lambda node: tag)
+    return torch.export.export(unlifted, args, dynamic_shapes=shapes, strict=strict)
+
+def stock(directory, attr, backend, *config, **options):
+    if attr == "saved.pt2":
+        torch.export.save(exported(net.make()), attr)
+        programs = {"forward": torch.export.load(attr)}
+    else:
+        made = getattr(net, attr)()
+        made = made if isinstance(made, dict) else {"forward": made}
+        programs = {name: exported(call, **options) for name, call in made.items()}
     partitioner = [XnnpackPartitioner()] if backend == "xnnpack" else None
     edge = to_edge_transform_and_lower(programs, partitioner=partitioner)
     program = edge.to_executorch(*config)
@@ -200,7 +305,8 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("stock")
     (directory / "net.py").write_text(SOURCE)
     calls = "".join(
-        f"stock({name!r}, {case.attr!r}, {case.backend!r}, {case.config})\n"
+        f"stock({name!r}, {case.attr!r}, {case.backend!r}, {case.config or '*()'}, "
+        f"{', '.join(f'{key}={value}' for key, value in case.stock.items())})\n"
         for name, case in CASES.items()
     )
     check = "assert not any(name.partition('.')[0] == 'cas' for name in sys.modules)\n"
@@ -237,14 +343,17 @@ def sha256(path: Path) -> str:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_files_are_those_of_a_stock_script(
-    export: Callable[..., Outcome], net: Path, stock: Path, name: str
+    export: Callable[..., Outcome], run: Run, net: Path, stock: Path, name: str
 ) -> None:
     case = CASES[name]
-    outcome = export(case.attr, "--backend", case.backend, *case.options)
+    if case.attr.endswith(".pt2"):
+        outcome = run("export", stock / case.attr, "-o", "out", "--backend", case.backend)
+    else:
+        outcome = export(case.attr, "--backend", case.backend, *case.options)
     assert outcome.code == 0, outcome.err
     theirs = {path.name: sha256(path) for path in (stock / name).iterdir()}
     assert {path.name: sha256(path) for path in (net / "out").iterdir()} == theirs
-    assert (len(theirs) > 1) == ("external_constants" in case.config)
+    assert (len(theirs) > 1) == ("external" in name)
 
 
 def test_external_weights_of_a_delegate_leave_the_program(
@@ -430,6 +539,105 @@ def test_a_model_that_cannot_be_traced(export: Callable[..., Outcome], run: Run)
     assert "Traceback" not in outcome.err
     assert run("ls", "--json").json["refs"] == []
     assert run("verify").code == 0
+
+
+@pytest.mark.parametrize(
+    ("attr", "message"),
+    [
+        ("exits", "cas: export failed: the code called sys.exit()"),
+        ("handled", "cas: export failed: ValueError: the real reason"),
+        ("wrong_shape", "cas: export failed: RuntimeError: a and b must have same reduction dim"),
+    ],
+)
+def test_a_model_that_fails_while_it_is_traced(
+    export: Callable[..., Outcome], spawn: Run, net: Path, attr: str, message: str
+) -> None:
+    outcome = spawn("export", f"net.py:{attr}", "-o", "out", cwd=net)
+    assert outcome.code == 1
+    assert outcome.out == ""
+    lines = outcome.err.splitlines()
+    assert lines[-1].startswith(message)
+    assert lines[:-1] == ["the user's own output"]
+
+
+def test_a_partitioner_that_exits(export: Callable[..., Outcome]) -> None:
+    outcome = export("make", "--backend", "net:partitioner_exits")
+    assert outcome.code == 1
+    assert "making the partitioner net:partitioner_exits failed: the code called" in outcome.err
+
+
+@pytest.mark.parametrize("backend", ["no_such_module.x:Y", "net:Missing"])
+def test_a_backend_that_does_not_exist(export: Callable[..., Outcome], backend: str) -> None:
+    outcome = export("make", "--backend", backend)
+    assert outcome.code == 3, outcome.err
+    assert f"backend {backend}: " in outcome.err
+
+
+def test_native_output_does_not_reach_stdout(spawn: Run, net: Path) -> None:
+    outcome = spawn("export", "net.py:prints", "-o", "out", "--json", cwd=net)
+    assert outcome.code == 0, outcome.err
+    assert outcome.json["ref"] == "net/prints@1"
+    assert "from native code" in outcome.err
+    assert "around the redirection" in outcome.err
+
+
+def test_a_complex_weight_is_not_converted(export: Callable[..., Outcome]) -> None:
+    outcome = export("complex_buffer", "--dtype", "float16")
+    assert outcome.code == 2
+    assert "cannot convert phase, which is complex" in outcome.err
+
+
+def test_weights_that_stay_inside_are_told(export: Callable[..., Outcome]) -> None:
+    outcome = export("not_quantized_outside", "--backend", "xnnpack", "--external-weights")
+    assert outcome.code == 0, outcome.err
+    assert "bytes of weights stayed in model.pte" in outcome.err
+    assert "stayed in" not in export("make", "--backend", "xnnpack", "--external-weights").err
+
+
+def test_a_file_of_torch_save_is_no_source(run: Run, net: Path) -> None:
+    import torch
+
+    torch.save(torch.nn.Linear(4, 4).state_dict(), net / "weights.pt2")
+    outcome = run("export", "weights.pt2", "-o", "out")
+    assert outcome.code == 2
+    assert "was not written by torch.export.save" in outcome.err
+
+
+def test_a_program_file_that_may_not_be_read(
+    run: Run, net: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cas.executorch import loading
+
+    (net / "closed.pt2").write_bytes(b"")
+
+    def refuse(path: Path, mode: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(loading, "open", refuse, raising=False)
+    outcome = run("export", "closed.pt2", "-o", "out")
+    assert outcome.code == 5
+    assert "cannot read closed.pt2: permission denied" in outcome.err
+
+
+def test_the_directory_of_a_program_file_is_not_imported_from(tmp_path: Path) -> None:
+    from cas.executorch.loading import import_path
+
+    before = list(sys.path)
+    with import_path(parse_source(str(tmp_path / "program.pt2"))):
+        assert sys.path == before
+    with import_path(parse_source(f"{tmp_path / 'net.py'}:make")):
+        assert sys.path == [str(tmp_path), *before]
+
+
+def test_an_unsupported_executorch_is_found_before_the_source_runs(
+    run: Run, net: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from executorch import version
+
+    monkeypatch.setattr(version, "__version__", "1.6.0")
+    outcome = run("export", "net.py:make", "-o", "out")
+    assert outcome.code == 5
+    assert "the user's own output" not in outcome.err
 
 
 def test_a_full_disk_under_the_store(net: Path, small_disk: Path, run: Run) -> None:

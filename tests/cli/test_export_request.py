@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from cas.errors import UsageError
 from cas.exportspec import ExportOptions, SourceInvalid, parse_source
 
-from .conftest import Run
+from .conftest import Filled, Run
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +77,10 @@ def test_an_unknown_backend_names_the_known_ones(run: Run, model: Path, backend:
         ["--basename", "../model"],
         ["--external-tag", "../weights"],
         ["--external-tag", "a\x00b"],
+        ["--external-tag", ""],
+        ["--output", ""],
         ["--segment-alignment", "3"],
+        ["--segment-alignment", str(1 << 31)],
         ["--constant-alignment", "0"],
         ["--dtype", "int8"],
     ],
@@ -92,6 +96,37 @@ def test_an_output_that_is_a_file(run: Run, model: Path) -> None:
     outcome = run("export", "model.py:make", "-o", "model.py")
     assert outcome.code == 5
     assert "the output directory model.py is a file, or lies below one" in outcome.err
+
+
+@pytest.mark.parametrize("below", ["", "chunks", "new/dir"])
+def test_an_output_inside_the_store(run: Run, model: Path, store_dir: Path, below: str) -> None:
+    outcome = run("export", "model.py:make", "-o", store_dir / below)
+    assert outcome.code == 5
+    assert "is inside the store" in outcome.err
+    assert not (store_dir / "new").exists()
+
+
+@pytest.mark.parametrize("file", ["model.pte", "weights.ptd"])
+def test_a_directory_in_the_way_of_a_file(run: Run, model: Path, file: str) -> None:
+    (model / "out" / file).mkdir(parents=True)
+    outcome = run("export", "model.py:make", "-o", "out", "--external-tag", "weights")
+    assert outcome.code == 5
+    assert f"{file}: it is a directory" in outcome.err
+
+
+def test_a_name_that_collides_with_another(run: Run, model: Path, filled: Filled) -> None:
+    outcome = run("export", "model.py:make", "-o", "out", "--name", "Models/ONE")
+    assert outcome.code == 2
+    assert "differs from the existing 'models/one' only by case" in outcome.err
+
+
+def test_a_store_that_cannot_be_written(
+    run: Run, model: Path, filled: Filled, frozen: Callable[[Path], None]
+) -> None:
+    frozen(filled.path)
+    outcome = run("export", "model.py:make", "-o", "out")
+    assert outcome.code == 5
+    assert "read-only" in outcome.err
 
 
 def test_a_store_that_is_none(run: Run, model: Path, store_dir: Path) -> None:

@@ -8,7 +8,7 @@ import click
 
 from cas_cli import options
 from cas_cli.app import current
-from cas_cli.outputs import require_directory
+from cas_cli.outputs import OutputDirectory, require_directory
 from cas_cli.render import size
 
 
@@ -19,7 +19,7 @@ from cas_cli.render import size
     "--output",
     metavar="DIR",
     required=True,
-    type=click.Path(path_type=Path),
+    type=OutputDirectory(),
     help="Where the files go; created if it is not there.",
 )
 @click.option(
@@ -34,7 +34,7 @@ def command(name: str, output: Path, no_verify: bool) -> None:
     chunk leaves what was there.
     """
     app = current()
-    require_directory(output)
+    require_directory(output, app.path)
     with app.store() as store, app.progress() as progress:
         ref = store.resolve(name)
         manifest = store.manifest(ref)

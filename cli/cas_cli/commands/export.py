@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cas.assemble import check_targets
 from cas.errors import Refused
 from cas.exportspec import DEFAULT_TAG, DTYPES, ExportOptions, Source, parse_source
 from cas.layout import check_file_name, check_ref_name
+from cas.refs import check_collision
 from cas_cli import options
 from cas_cli.app import App, current
-from cas_cli.outputs import require_directory
+from cas_cli.outputs import OutputDirectory, require_directory
 from cas_cli.quiet import quiet, stdout_to_stderr
 from cas_cli.render import ratio, size
 
@@ -111,7 +113,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
     "--output",
     metavar="DIR",
     required=True,
-    type=click.Path(path_type=Path),
+    type=OutputDirectory(),
     help="Where the files go; created if it is not there.",
 )
 @click.option("--name", help="The artifact's name; made from SOURCE by default.")
@@ -150,7 +152,7 @@ def command(source: str, output: Path, name: str | None, basename: str, **flags:
     script of these three calls writes.
     """
     app = current()
-    wanted = _request(source, output, name, basename, _options(flags))
+    wanted = _request(app.path, source, output, name, basename, _options(flags))
     began = time.monotonic()
     result = _export(app, wanted)
     _report(app, result, output, time.monotonic() - began)
@@ -168,14 +170,22 @@ class Request:
 
 
 def _request(
-    text: str, output: Path, name: str | None, basename: str, export_options: ExportOptions
+    store: Path,
+    text: str,
+    output: Path,
+    name: str | None,
+    basename: str,
+    export_options: ExportOptions,
 ) -> Request:
     source = parse_source(text)
     source.check_file()
     export_options.validate()
-    check_file_name(f"{basename}.pte")
+    files = [check_file_name(f"{basename}.pte")]
+    if export_options.external_weights:
+        files.append(export_options.external_file())
     chosen = source.default_name() if name is None else check_ref_name(name)
-    require_directory(output)
+    require_directory(output, store)
+    check_targets(output, files)
     for package in ("torch", "executorch"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtra(package)
@@ -183,24 +193,22 @@ def _request(
 
 
 def _export(app: App, wanted: Request) -> SaveResult:
-    with (
-        app.store(create=True, write=True) as store,
-        app.progress() as progress,
-        _frameworks(app, progress),
-    ):
-        from cas.executorch.exporting import export_source
+    with app.store(create=True, write=True) as store:
+        check_collision(store.context.layout, wanted.name)
+        with app.progress() as progress, _frameworks(app, progress):
+            from cas.executorch.exporting import export_source
 
-        return export_source(
-            store,
-            wanted.source,
-            wanted.output,
-            name=wanted.name,
-            basename=wanted.basename,
-            options=wanted.options,
-            progress=progress,
-            command=["cas", *sys.argv[1:]],
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        )
+            return export_source(
+                store,
+                wanted.source,
+                wanted.output,
+                name=wanted.name,
+                basename=wanted.basename,
+                options=wanted.options,
+                progress=progress,
+                command=["cas", *sys.argv[1:]],
+                created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            )
 
 
 @contextlib.contextmanager
@@ -228,7 +236,7 @@ def _options(flags: dict[str, Any]) -> ExportOptions:
     return ExportOptions(
         backend=flags["backend"],
         external_weights=flags["external_weights"] or flags["external_tag"] is not None,
-        external_tag=flags["external_tag"] or DEFAULT_TAG,
+        external_tag=DEFAULT_TAG if flags["external_tag"] is None else flags["external_tag"],
         strict=flags["strict"],
         dtype=flags["dtype"],
         check_ir=off("skip_ir_check"),
