@@ -574,7 +574,8 @@ def test_a_backend_that_does_not_exist(export: Callable[..., Outcome], backend: 
 
 
 def test_native_output_does_not_reach_stdout(spawn: Run, net: Path) -> None:
-    outcome = spawn("export", "net.py:prints", "-o", "out", "--json", cwd=net)
+    buffered = {"PYTHONUNBUFFERED": ""}
+    outcome = spawn("export", "net.py:prints", "-o", "out", "--json", cwd=net, **buffered)
     assert outcome.code == 0, outcome.err
     assert outcome.json["ref"] == "net/prints@1"
     assert "from native code" in outcome.err
