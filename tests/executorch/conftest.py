@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import subprocess
@@ -38,25 +39,46 @@ def stock(
 ) -> Iterator[Callable[[str], Path]]:
     """Gives the directory of a case's stock files.
 
-    One fresh process writes all cases that this session needs, one after the other, while the
-    tests run; a directory appears under its name when it is complete.
+    One fresh process writes all cases that this run needs, one after the other, while the tests
+    run; a directory appears under its name when it is complete. The workers of pytest-xdist share
+    that process: the first of them starts it.
     """
-    names = _wanted(request.session)
-    out = tmp_path_factory.mktemp("stock")
-    log = out / "log"
-    with open(log, "wb") as sink:
-        process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(HERE / "export_cases.py"), str(out), *names],
-            cwd=out,
-            env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-        )
+    out = _shared_directory(tmp_path_factory)
+    writer = _start_once(out, _wanted(request.session))
     try:
-        yield lambda name: _wait(process, out / name, log)
+        yield lambda name: _wait(out / name, out)
     finally:
-        process.kill()
-        process.wait()
+        # Another worker may still be waiting for a case, so under xdist it runs to its end.
+        if writer is not None and "PYTEST_XDIST_WORKER" not in os.environ:
+            writer.kill()
+            writer.wait()
+
+
+def _shared_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return tmp_path_factory.mktemp("stock")
+    # Each worker has a directory of its own below that of the run.
+    directory = tmp_path_factory.getbasetemp().parent / "stock"
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
+def _start_once(out: Path, names: list[str]) -> subprocess.Popen[bytes] | None:
+    """Start the process that writes the cases, unless another worker has; None if so."""
+    with open(out / "lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (out / "pid").exists():
+            return None
+        with open(out / "log", "wb") as sink:
+            writer = subprocess.Popen(
+                [sys.executable, "-W", "ignore", str(HERE / "export_cases.py"), str(out), *names],
+                cwd=out,
+                env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+            )
+        (out / "pid").write_text(str(writer.pid))
+        return writer
 
 
 def _wanted(session: pytest.Session) -> list[str]:
@@ -68,10 +90,19 @@ def _wanted(session: pytest.Session) -> list[str]:
     return list(names)
 
 
-def _wait(process: subprocess.Popen[bytes], directory: Path, log: Path) -> Path:
+def _is_running(process: str) -> bool:
+    try:
+        status = Path("/proc", process, "stat").read_text()
+    except FileNotFoundError:
+        return False
+    # A child that ended, and that the worker which started it has not waited for, is a zombie.
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def _wait(directory: Path, out: Path) -> Path:
     while not directory.is_dir():
-        if process.poll() is not None and not directory.is_dir():
-            tail = log.read_text(errors="replace")[-3000:]
-            pytest.fail(f"the stock export ended with {process.returncode}:\n{tail}")
+        if not _is_running((out / "pid").read_text()) and not directory.is_dir():
+            tail = (out / "log").read_text(errors="replace")[-3000:]
+            pytest.fail(f"the stock export ended without {directory.name}:\n{tail}")
         time.sleep(0.05)
     return directory
