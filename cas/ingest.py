@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 #: Staged bytes after which they are published, so that a crash late in a long write costs little.
 BARRIER_BYTES = 256 << 20
-#: A larger chunk is synced by the worker that wrote it, beside the others' hashing; smaller ones
-#: wait for the barrier, where one syncfs does for all.
-SYNC_EACH = 256 << 10
+#: A larger chunk's bytes are written out by the worker that staged it, beside the others' hashing,
+#: so that the syncs of the barrier find one journal commit to do.
+WRITE_OUT_EACH = 256 << 10
 #: Pieces staged after which they are published too: the mutex is held for each of them.
 BARRIER_CHUNKS = 2048
-#: From this many unsynced files on, one syncfs is cheaper than as many fdatasyncs.
+#: From this many smaller files on, one syncfs is cheaper than as many syncs.
 SYNCFS_FILES = 16
 
 
@@ -76,7 +76,6 @@ class Ingest:
         self._settled: dict[Digest, int] = {}
         self._running: dict[Digest, Future[None]] = {}
         self._staged: dict[Digest, int] = {}
-        self._unsynced: list[Path] = []
         self._staged_bytes = 0
         self._counters = Counters()
         self._zero_digests: dict[int, Digest] = {}
@@ -247,8 +246,6 @@ class Ingest:
             if not known:
                 self._staged[digest] = size
                 self._staged_bytes += size
-                if size < SYNC_EACH:
-                    self._unsynced.append(staged)
             old = self._counters
             self._counters = Counters(
                 old.logical_bytes,
@@ -259,8 +256,9 @@ class Ingest:
 
     def _write(self, view: memoryview, path: Path) -> None:
         with fsio.os_errors(path):
-            sync = len(view) >= SYNC_EACH
-            fsio.create_file(path, view, mode=self._context.modes.data, sync=sync)
+            large = len(view) >= WRITE_OUT_EACH
+            mode = self._context.modes.data
+            fsio.create_file(path, view, mode=mode, sync=False, write_out=large)
 
     def _copy_and_write(self, digest: Digest, view: memoryview, path: Path) -> None:
         """Write a chunk from a copy that has the digest, whatever happens to the source.
@@ -292,16 +290,15 @@ class Ingest:
         with self._publishing:
             with self._mutex:
                 batch = dict(self._staged)
-                unsynced, self._unsynced = self._unsynced, []
                 self._staged_bytes = 0
             if not batch:
                 return
             with fsio.os_errors(self._layout.root):
-                self._sync_or_break(unsynced)
+                self._sync_or_break(batch)
                 self._move(batch)
             self._buffers = Buffers()  # what follows, an assembly perhaps, has buffers of its own
 
-    def _sync_or_break(self, paths: list[Path]) -> None:
+    def _sync_or_break(self, batch: dict[Digest, int]) -> None:
         """Sync; a failure other than a full disk ends this writer's publishing for good.
 
         After a failed sync the kernel may count the lost pages as clean, so a second one can
@@ -310,20 +307,19 @@ class Ingest:
         if self._broken is not None:
             raise self._broken
         try:
-            self._sync(paths)
-        except BaseException as error:
-            with self._mutex:  # a later barrier must not take them for durable
-                self._unsynced += paths
-            if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            self._sync(batch)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 self._broken = error
             raise
 
-    def _sync(self, paths: list[Path]) -> None:
-        if len(paths) >= SYNCFS_FILES:
+    def _sync(self, batch: dict[Digest, int]) -> None:
+        small = sum(size < WRITE_OUT_EACH for size in batch.values())
+        if small >= SYNCFS_FILES:
             fsio.sync_filesystem(self._layout.tmp)
-        else:
-            for path in paths:
-                fsio.sync_path(path)
+            return
+        for digest in batch:
+            fsio.sync_path(self._layout.staged(self._lease.id, digest))
 
     def _move(self, batch: dict[Digest, int]) -> None:
         now = self._context.now()
