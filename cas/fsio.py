@@ -158,16 +158,6 @@ def write_out_range(fd: int) -> None:
             raise OSError(number, os.strerror(number))
 
 
-def start_writeback(fd: int, offset: int, length: int) -> None:
-    """Ask the kernel to begin writing a range, so that the final sync has little left to do.
-
-    sync_file_range(2) with SYNC_FILE_RANGE_WRITE; a hint only, so its result does not matter.
-    """
-    _libc.sync_file_range(
-        ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(length), ctypes.c_uint(2)
-    )
-
-
 def rename(source: Path, target: Path) -> None:
     step("rename", target)
     os.rename(source, target)
