@@ -67,7 +67,7 @@ def test_an_empty_directory_becomes_a_store(root: Path) -> None:
     open_store(root / "s").close()
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "chunks/mine.bin", "refs/x/1", "tmp/work/file"])
+@pytest.mark.parametrize("name", ["notes.txt", "chunks/mine.bin", "refs/x/1", "tmp/writer/file"])
 def test_a_directory_with_other_files_is_refused_and_left_as_it_is(root: Path, name: str) -> None:
     path = root / "s" / name
     path.parent.mkdir(parents=True)
