@@ -26,6 +26,7 @@ MAX_LITERAL: Final = 1 << 20
 #: 800,000 chunks: 3 TB of weights in one artifact. Bounds what a hostile one can cost.
 MAX_MANIFEST_BYTES: Final = 64 << 20
 MAX_TENSOR_DIMS: Final = 64
+MAX_JSON_DEPTH: Final = 16
 MAX_NAME_CHARS: Final = 4096
 
 
@@ -197,7 +198,7 @@ class Manifest:
             "format": FORMAT,
             "files": [_encode_file(entry) for entry in self.files],
             "tensors": [_encode_tensor(entry) for entry in self.tensors],
-            "provenance": _check_json(self.provenance),
+            "provenance": check_json(self.provenance),
         }
         return canonical_json(document)
 
@@ -224,7 +225,8 @@ def canonical_json(document: object) -> bytes:
     ).encode("ascii")
 
 
-def _encode_part(part: Part) -> list[Json]:
+def encode_part(part: Part) -> list[Json]:
+    """A part as the list that `parse_part` reads."""
     if isinstance(part, ZeroPart):
         return ["zero", part.length]
     if isinstance(part, DataPart):
@@ -239,7 +241,7 @@ def _encode_file(entry: FileEntry) -> dict[str, Any]:
         "name": entry.name,
         "size": entry.size,
         "blake3": entry.digest.hex(),
-        "recipe": [_encode_part(part) for part in entry.recipe.parts],
+        "recipe": [encode_part(part) for part in entry.recipe.parts],
     }
 
 
@@ -254,21 +256,25 @@ def _encode_tensor(entry: TensorEntry) -> dict[str, Any]:
     }
 
 
-def _check_json(value: object, depth: int = 0) -> Json:
-    """Only what survives a round trip unchanged: no floats, no other types, bounded depth."""
-    if depth > 16:
-        raise UsageError("provenance is nested more than 16 deep")
+def check_json(value: object, what: str = "provenance", depth: int = 0) -> Json:
+    """Only what survives a round trip unchanged: no floats, no other types, bounded depth.
+
+    Raises:
+        UsageError: ``what`` holds something else.
+    """
+    if depth > MAX_JSON_DEPTH:
+        raise UsageError(f"{what} is nested more than {MAX_JSON_DEPTH} deep")
     if value is None or isinstance(value, (str, bool)):
         return value
     if isinstance(value, int):
         if abs(value) > MAX_SIZE:
-            raise UsageError("a number in the provenance is out of range")
+            raise UsageError(f"a number in the {what} is out of range")
         return value
     if isinstance(value, (list, tuple)):
-        return [_check_json(item, depth + 1) for item in value]
+        return [check_json(item, what, depth + 1) for item in value]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _check_json(item, depth + 1) for key, item in value.items()}
-    raise UsageError(f"provenance cannot hold a {type(value).__name__}")
+        return {key: check_json(item, what, depth + 1) for key, item in value.items()}
+    raise UsageError(f"{what} cannot hold a {type(value).__name__}")
 
 
 # --- parsing ------------------------------------------------------------------------------------
@@ -311,40 +317,45 @@ def require_keys(value: Any, keys: Iterable[str], what: str) -> dict[str, Any]:
     return value
 
 
-def _list(value: Any, what: str) -> list[Any]:
+def as_list(value: Any, what: str) -> list[Any]:
+    """``value`` if it is a list; UsageError otherwise."""
     if not isinstance(value, list):
         raise UsageError(f"{what} must be a list")
     return value
 
 
-def _int(value: Any, what: str, low: int = 0, high: int = MAX_SIZE) -> int:
+def as_int(value: Any, what: str, low: int = 0, high: int = MAX_SIZE) -> int:
+    """``value`` if it is an int (no bool) in the range; UsageError otherwise."""
     if type(value) is not int or not low <= value <= high:
         raise UsageError(f"{what} must be a whole number from {low} to {high}")
     return value
 
 
-def _text(value: Any, what: str) -> str:
+def as_text(value: Any, what: str) -> str:
+    """``value`` if it is a string of a reasonable length; UsageError otherwise."""
     if not isinstance(value, str) or len(value) > MAX_NAME_CHARS:
         raise UsageError(f"{what} must be a string of at most {MAX_NAME_CHARS} characters")
     return value
 
 
-def _digest(value: Any, what: str) -> Digest:
-    return Digest.parse("blake3:" + _text(value, what))
+def as_digest(value: Any, what: str) -> Digest:
+    """The digest that 64 hexadecimal digits spell; UsageError otherwise."""
+    return Digest.parse("blake3:" + as_text(value, what))
 
 
-def _parse_part(value: Any) -> Part:
+def parse_part(value: Any) -> Part:
+    """Read one part of a recipe; UsageError if it is none."""
     match value:
         case ["chunk", digest, size]:
-            n = _int(size, "a chunk's size", 1, MAX_CHUNK_SIZE)
-            return ChunkPart(_digest(digest, "a chunk's digest"), n, 0, n)
+            n = as_int(size, "a chunk's size", 1, MAX_CHUNK_SIZE)
+            return ChunkPart(as_digest(digest, "a chunk's digest"), n, 0, n)
         case ["slice", digest, size, offset, length]:
-            n = _int(size, "a chunk's size", 1, MAX_CHUNK_SIZE)
-            begin = _int(offset, "a slice's offset", 0, n - 1)
-            count = _int(length, "a slice's length", 1, n - begin)
-            return ChunkPart(_digest(digest, "a chunk's digest"), n, begin, count)
+            n = as_int(size, "a chunk's size", 1, MAX_CHUNK_SIZE)
+            begin = as_int(offset, "a slice's offset", 0, n - 1)
+            count = as_int(length, "a slice's length", 1, n - begin)
+            return ChunkPart(as_digest(digest, "a chunk's digest"), n, begin, count)
         case ["zero", length]:
-            return ZeroPart(_int(length, "a zero run's length", 1))
+            return ZeroPart(as_int(length, "a zero run's length", 1))
         case ["data", str(text)]:
             return _parse_literal(text)
     raise UsageError("a part is not one of chunk, slice, zero and data")
@@ -362,36 +373,36 @@ def _parse_literal(text: str) -> DataPart:
 
 def _parse_file(value: Any) -> FileEntry:
     entry = require_keys(value, ("name", "size", "blake3", "recipe"), "a file")
-    name = check_file_name(_text(entry["name"], "a file's name"))
-    size = _int(entry["size"], "a file's size")
-    recipe = Recipe(tuple(_parse_part(part) for part in _list(entry["recipe"], "a recipe")))
+    name = check_file_name(as_text(entry["name"], "a file's name"))
+    size = as_int(entry["size"], "a file's size")
+    recipe = Recipe(tuple(parse_part(part) for part in as_list(entry["recipe"], "a recipe")))
     if recipe.size != size:
         raise UsageError(f"the recipe of {name!r} gives {recipe.size} bytes, not {size}")
-    return FileEntry(name, _digest(entry["blake3"], "a file's digest"), recipe)
+    return FileEntry(name, as_digest(entry["blake3"], "a file's digest"), recipe)
 
 
 def _parse_shape(value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
-    dims = _list(value, "a shape")
+    dims = as_list(value, "a shape")
     if len(dims) > MAX_TENSOR_DIMS:
         raise UsageError(f"a shape has {len(dims)} dimensions")
-    return tuple(_int(dim, "a dimension") for dim in dims)
+    return tuple(as_int(dim, "a dimension") for dim in dims)
 
 
 def _parse_tensor(value: Any, sizes: Mapping[str, int]) -> TensorEntry:
     keys = ("name", "file", "offset", "nbytes", "dtype", "shape")
     entry = require_keys(value, keys, "a tensor")
-    file = _text(entry["file"], "a tensor's file")
+    file = as_text(entry["file"], "a tensor's file")
     if file not in sizes:
         raise UsageError(f"a tensor lies in {file!r}, which is not a file of this manifest")
-    offset = _int(entry["offset"], "a tensor's offset", 0, sizes[file])
+    offset = as_int(entry["offset"], "a tensor's offset", 0, sizes[file])
     return TensorEntry(
-        name=_text(entry["name"], "a tensor's name"),
+        name=as_text(entry["name"], "a tensor's name"),
         file=file,
         offset=offset,
-        nbytes=_int(entry["nbytes"], "a tensor's nbytes", 0, sizes[file] - offset),
-        dtype=None if entry["dtype"] is None else _text(entry["dtype"], "a dtype"),
+        nbytes=as_int(entry["nbytes"], "a tensor's nbytes", 0, sizes[file] - offset),
+        dtype=None if entry["dtype"] is None else as_text(entry["dtype"], "a dtype"),
         shape=_parse_shape(entry["shape"]),
     )
 
@@ -408,23 +419,33 @@ def check_files(files: Iterable[FileEntry]) -> tuple[FileEntry, ...]:
         raise UsageError("two files have the same name (upper and lower case are not told apart)")
     if sum(entry.size for entry in checked) > MAX_SIZE:
         raise UsageError("the files are larger than any disk")
+    chunk_sizes(entry.recipe for entry in checked)
+    return checked
+
+
+def chunk_sizes(recipes: Iterable[Recipe]) -> dict[Digest, int]:
+    """Each distinct chunk of ``recipes`` and its size in bytes.
+
+    Raises:
+        UsageError: a chunk is given two sizes.
+    """
     sizes: dict[Digest, int] = {}
-    for entry in checked:
-        for part in entry.recipe.chunks():
+    for recipe in recipes:
+        for part in recipe.chunks():
             if sizes.setdefault(part.digest, part.size) != part.size:
                 raise UsageError(f"chunk {part.digest} is given two sizes")
-    return checked
+    return sizes
 
 
 def _parse_manifest(document: Any) -> Manifest:
     top = require_keys(document, ("format", "files", "tensors", "provenance"), "a manifest")
-    if _int(top["format"], "format") != FORMAT:
+    if as_int(top["format"], "format") != FORMAT:
         raise UsageError(f"format {top['format']} is not known (this version reads {FORMAT})")
-    files = check_files(_parse_file(value) for value in _list(top["files"], "files"))
+    files = check_files(_parse_file(value) for value in as_list(top["files"], "files"))
     sizes = {entry.name: entry.size for entry in files}
-    tensors = tuple(_parse_tensor(value, sizes) for value in _list(top["tensors"], "tensors"))
+    tensors = tuple(_parse_tensor(value, sizes) for value in as_list(top["tensors"], "tensors"))
     provenance = top["provenance"]
     if not isinstance(provenance, dict):
         raise UsageError("provenance must be an object")
-    _check_json(provenance)
+    check_json(provenance)
     return Manifest(files, tensors, provenance)
