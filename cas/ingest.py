@@ -13,6 +13,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,16 @@ class Readable(Protocol):
     """A binary stream: `readinto` fills the front of a buffer, returns how much, 0 at the end."""
 
     def readinto(self, buffer: memoryview, /) -> int | None: ...
+
+
+class Piece(Protocol):
+    """One chunk's bytes, which a producer makes ready in memory of its own."""
+
+    def ready(self) -> memoryview:
+        """Wait for the bytes. They stay as they are until `release`."""
+
+    def release(self) -> None:
+        """The memory is not needed any more. Also called for a piece that was never ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +165,39 @@ class Ingest:
                 parts.append(_collect(window, ring))
         self._account(total)
         return Recipe.concat([Recipe(tuple(parts))])
+
+    def put_pieces(self, pieces: Iterable[Piece]) -> Recipe:
+        """Take in what a producer makes ready, each piece as one chunk.
+
+        Pieces are waited for in worker threads. ``pieces`` bounds how many there are at a time,
+        by blocking while too many of them are not released yet.
+        """
+        parts: list[Part] = []
+        window: deque[tuple[Future[Part], Piece]] = deque()
+        try:
+            for piece in pieces:
+                window.append((self._pool.submit(self._take_piece, piece), piece))
+                while window and window[0][0].done():
+                    parts.append(window.popleft()[0].result())
+            while window:
+                parts.append(window.popleft()[0].result())
+        finally:
+            waiting = [future for future, piece in window if not _withdrawn(future, piece)]
+            futures.wait(waiting)
+        self._account(sum(part.length for part in parts))
+        return Recipe.concat([Recipe(tuple(parts))])
+
+    def _take_piece(self, piece: Piece) -> Part:
+        try:
+            view = piece.ready()
+            if not 0 < len(view) <= self._context.chunk_size:
+                raise UsageError(
+                    f"a piece has 1 to {self._context.chunk_size} bytes (the chunk size), "
+                    f"not {len(view)}"
+                )
+            return self._take(view, True)
+        finally:
+            piece.release()
 
     def _take_all(self, pieces: Iterable[memoryview]) -> Iterator[Part]:
         """Take pieces in parallel, in order; a bounded number of them is under way."""
@@ -343,6 +387,14 @@ def _as_bytes(data: Buffer) -> memoryview:
         return view.cast("B") if view.nbytes else memoryview(b"")
     except (TypeError, BufferError) as error:
         raise UsageError(f"not a contiguous buffer of bytes: {error}") from None
+
+
+def _withdrawn(future: Future[Part], piece: Piece) -> bool:
+    """Whether the piece could be taken back before a worker began with it."""
+    withdrawn = future.cancel()
+    if withdrawn:
+        piece.release()
+    return withdrawn
 
 
 def _collect(

@@ -15,7 +15,7 @@ from cas.context import Context
 from cas.digest import Digest
 from cas.errors import UsageError
 from cas.index import Entry
-from cas.ingest import BARRIER_CHUNKS, Counters, Ingest, Readable
+from cas.ingest import BARRIER_CHUNKS, Counters, Ingest, Piece, Readable
 from cas.layout import check_file_name
 from cas.leases import Lease
 from cas.manifest import (
@@ -91,6 +91,21 @@ class Writer:
         """Take in all that a binary stream gives; memory held is the store's ring of buffers."""
         self._require_open()
         return self._ingest.put_stream(stream)
+
+    def put_pieces(self, pieces: Iterable[Piece]) -> Recipe:
+        """Take in what a producer makes ready in buffers of its own, each piece as one chunk.
+
+        All pieces but the last should have `chunk_size` bytes, so that equal data gives equal
+        chunks however it was put. A piece is waited for, hashed, written and released in a worker
+        thread; ``pieces`` bounds how many there are at a time. Every piece that it gave is
+        released when this returns or raises.
+
+        Raises:
+            UsageError: a piece is empty or larger than a chunk, or the writer is closed.
+            NoSpace: the disk is full.
+        """
+        self._require_open()
+        return self._ingest.put_pieces(pieces)
 
     def open_chunk(self, digest: Digest) -> int:
         """A read-only file descriptor of one chunk, which the caller closes.
