@@ -1,0 +1,1 @@
+"""Never compile twice: delegates that were compiled before come out of the store."""
