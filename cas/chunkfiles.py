@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -103,10 +103,28 @@ def read_into(
     return view
 
 
-def walk(directory: Path) -> Iterator[tuple[Digest, os.DirEntry[str]]]:
-    """Every file below ``chunks/`` or ``manifests/`` that has a digest's name in its place."""
+def require(layout: Layout, chunks: Mapping[Digest, int]) -> None:
+    """Check that every chunk's file is there and has its size.
+
+    Raises:
+        ChunkMissing, ChunkDamaged
+    """
+    for digest, size in chunks.items():
+        path = layout.chunk(digest)
+        found = size_on_disk(path)
+        if found is None:
+            raise missing(digest, path)
+        if found != size:
+            raise damaged(digest, path, f"it has {found} bytes instead of {size}")
+
+
+def walk(directory: Path, only: str = "") -> Iterator[tuple[Digest, os.DirEntry[str]]]:
+    """Every file below ``chunks/``, ``manifests/`` or ``actions/`` with a digest's name in place.
+
+    With ``only``, two hexadecimal digits, those whose names begin with them.
+    """
     top = str(directory)
-    for prefix in FANOUT:
+    for prefix in (only,) if only else FANOUT:
         try:
             entries = os.scandir(f"{top}/{prefix}")
         except (FileNotFoundError, NotADirectoryError):

@@ -64,6 +64,15 @@ class RefNotFound(NotFound):
         super().__init__(f"no artifact {shown!r} in this store; {hint}")
 
 
+class ActionNotFound(NotFound):
+    def __init__(self, wanted: str) -> None:
+        self.wanted = wanted
+        super().__init__(
+            f"no action record {wanted!r} in this store; `cas explain` takes the first digits of "
+            "an action's key, which `cas explain --last` and `cas show NAME` tell"
+        )
+
+
 # --- 4: data is damaged -------------------------------------------------------------------------
 
 
@@ -82,6 +91,18 @@ class ManifestDamaged(Damaged):
         super().__init__(
             f"manifest {subject} {reason}; export the artifact again, or remove the refs that "
             "`cas verify` names"
+        )
+
+
+class ActionDamaged(Damaged):
+    """An action record cannot be read. Whoever looks for it does without."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        self.key = key
+        self.reason = reason
+        super().__init__(
+            f"action record {key} {reason}; `cas verify` sets it aside, and the next run records "
+            "the action again"
         )
 
 

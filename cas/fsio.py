@@ -87,32 +87,40 @@ def write_all(fd: int, data: Buffer, offset: int | None = None) -> None:
             done += os.pwrite(fd, view[done:], offset + done)
 
 
-def create_file(
-    path: Path, data: Buffer, *, mode: int, sync: bool, write_out: bool = False
-) -> None:
+def create_file(path: Path, data: Buffer, *, mode: int, sync: bool) -> None:
     """Create ``path`` (it must not exist) holding ``data``, with exactly ``mode``.
 
-    With ``sync`` it is durable when this returns. With ``write_out`` only its bytes are on their
-    way through the disk, which leaves little but one journal commit to a later sync of many files.
-
-    If that fails, on a full disk say, nothing stays at ``path``, so the caller can try again.
+    With ``sync`` it is durable when this returns. If that fails, on a full disk say, nothing stays
+    at ``path``, so the caller can try again.
     """
+    os.close(_create(path, data, mode, sync))
+
+
+def create_begun(path: Path, data: Buffer, *, mode: int) -> int:
+    """`create_file` without ``sync``, whose bytes are on their way to the disk on return.
+
+    Returns a descriptor for `end_write_out`, which the caller closes.
+    """
+    fd = _create(path, data, mode, False)
+    _sync_file_range(fd, _RANGE_WRITE)
+    return fd
+
+
+def _create(path: Path, data: Buffer, mode: int, sync: bool) -> int:
     step("create", path)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         os.fchmod(fd, mode)  # the process's umask must not decide who can read a shared store
         write_all(fd, data)
         if sync:
             step("sync", path)
             os.fdatasync(fd)
-        elif write_out:
-            write_out_range(fd)
     except BaseException:
+        os.close(fd)
         with contextlib.suppress(OSError):  # the first error is the one to report
             os.unlink(path)
         raise
-    finally:
-        os.close(fd)
+    return fd
 
 
 def sync_path(path: Path) -> None:
@@ -143,15 +151,26 @@ def sync_filesystem(path: Path) -> None:
         os.close(fd)
 
 
-def write_out_range(fd: int) -> None:
-    """Write all dirty pages of a file and wait for them, without its metadata.
+def end_write_out(fd: int) -> None:
+    """Write what is dirty of a file and wait for all of it, without its metadata.
 
-    sync_file_range(2) with all three flags. Its error is the only report of a lost write that
-    there may be: whoever opens the file afterwards counts as knowing. Where the call is not
-    supported, the later sync does all the work.
+    What is left to a later sync of many such files is little but one journal commit.
+
+    Raises:
+        OSError: a page could not be written. It may be the only report of that: whoever opens the
+            file afterwards counts as knowing.
     """
+    _sync_file_range(fd, _RANGE_WAIT_BEFORE | _RANGE_WRITE | _RANGE_WAIT_AFTER)
+
+
+# The flags of sync_file_range(2).
+_RANGE_WAIT_BEFORE, _RANGE_WRITE, _RANGE_WAIT_AFTER = 1, 2, 4
+
+
+def _sync_file_range(fd: int, flags: int) -> None:
+    """sync_file_range(2) of a whole file. Where it is not supported, the later sync does it all."""
     if _libc.sync_file_range(
-        ctypes.c_int(fd), ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(7)
+        ctypes.c_int(fd), ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(flags)
     ):
         number = ctypes.get_errno()
         if number in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
@@ -183,6 +202,22 @@ def unlink(path: Path) -> bool:
     return True
 
 
+def touch(path: Path, when: float) -> None:
+    """Set a file's time of use; not durably, and not at all where that is not permitted.
+
+    Another user's file takes only the present time, and that only if it can be written.
+    """
+    step("touch", path)
+    try:
+        os.utime(path, (when, when))
+    except PermissionError:
+        with contextlib.suppress(OSError):
+            os.utime(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
 def make_directory(path: Path, mode: int) -> None:
     """Create ``path`` with exactly ``mode`` if it is not there (parents must exist)."""
     if path.is_dir():
@@ -194,6 +229,16 @@ def make_directory(path: Path, mode: int) -> None:
         return
     inherited = path.stat().st_mode & 0o2000  # keep setgid from the parent: group stores need it
     os.chmod(path, mode | inherited)
+
+
+def set_mode(path: Path | str, mode: int) -> bool:
+    """Give a file or directory these permission bits; False if it belongs to somebody else."""
+    step("chmod", path)
+    try:
+        os.chmod(path, mode)
+    except PermissionError:
+        return False
+    return True
 
 
 def make_parents(path: Path, mode: int = 0o777) -> None:
@@ -224,6 +269,9 @@ def remove_tree(path: Path) -> None:
     step("rmtree", path)
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            # Another user who was killed before they gave it its mode left it empty, and closed.
+            os.rmdir(path)
 
 
 def replace_file(path: Path, data: Buffer, *, mode: int, temporary: Path) -> None:
@@ -255,10 +303,50 @@ class FileLock:
 
     @classmethod
     def open(cls, path: Path, mode: int) -> FileLock:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
-        with contextlib.suppress(PermissionError):  # another user's file: its mode is right
+        """The lock at ``path``; the file is made, with exactly ``mode``, if there is none."""
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                return cls(path, os.open(path, os.O_RDWR | os.O_CLOEXEC))
+            made = cls.create(path, mode)
+            if made is not None:
+                return made
+
+    @classmethod
+    def create(cls, path: Path, mode: int, *, locked: bool = False) -> FileLock | None:
+        """A new file for a lock, with exactly ``mode``; None if ``path`` is taken.
+
+        With ``locked`` it is held exclusively, from the moment that others can see it where the
+        filesystem has unnamed files. There, too, a process that is killed leaves no file that
+        other users of a shared store could not open.
+        """
+        fd = _open_unnamed(path.parent)
+        if fd is None:
+            return cls._create_named(path, mode, locked)
+        lock = cls(path, fd)
+        try:
             os.fchmod(fd, mode)
-        return cls(path, fd)
+            if locked:
+                lock.exclusive()
+            if _link_unnamed(fd, path):
+                return lock
+        except BaseException:
+            lock.close()
+            raise
+        lock.close()
+        return None
+
+    @classmethod
+    def _create_named(cls, path: Path, mode: int, locked: bool) -> FileLock | None:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        except FileExistsError:
+            return None
+        lock = cls(path, fd)
+        os.fchmod(fd, mode)
+        if locked and not lock.try_exclusive():  # somebody who looks whether it is held
+            lock.close()
+            return None
+        return lock
 
     def shared(self) -> None:
         fcntl.flock(self.fd, fcntl.LOCK_SH)
@@ -289,6 +377,33 @@ class FileLock:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _open_unnamed(directory: Path) -> int | None:
+    """A file without a name in ``directory`` (O_TMPFILE); None where that is not supported."""
+    try:
+        return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL) and directory.is_dir():
+            return None
+        raise
+
+
+def _link_unnamed(fd: int, path: Path) -> bool:
+    """Give a file of `_open_unnamed` its name; False if that is taken.
+
+    By linkat(2) with AT_SYMLINK_FOLLOW, as open(2) has it: the way that needs no privilege.
+    """
+    source = os.fsencode(f"/proc/self/fd/{fd}")
+    if _libc.linkat(_AT_FDCWD, source, _AT_FDCWD, os.fsencode(path), _AT_SYMLINK_FOLLOW) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number == errno.EEXIST:
+        return False
+    raise OSError(number, os.strerror(number), str(path))
+
+
+_AT_FDCWD, _AT_SYMLINK_FOLLOW = -100, 0x400
 
 
 # --- the filesystem -----------------------------------------------------------------------------
@@ -358,7 +473,9 @@ class Modes:
 
     @property
     def directory(self) -> int:
-        return 0o777 & ~self.umask
+        """With setgid where the group may write: what each member makes is the group's then."""
+        shared = 0 if self.umask & 0o020 else 0o2000
+        return 0o777 & ~self.umask | shared
 
 
 def process_umask() -> int:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from cas import chunkfiles, fsio, leases, refs
+from cas import actions, chunkfiles, fsio, leases, refs
 from cas.context import Context
 from cas.digest import Digest
 from cas.errors import Busy, CasError, NoSpace, RefNotFound
@@ -38,6 +38,7 @@ class Marks:
     manifests: set[Digest] = field(default_factory=set)
     announced: set[Digest] = field(default_factory=set)
     problems: dict[str, str] = field(default_factory=dict)
+    records: actions.Records | None = None
 
     def add_refs(self, context: Context) -> None:
         """Mark from every ref.
@@ -57,6 +58,16 @@ class Marks:
             except CasError as error:
                 if context.layout.ref(ref_id.name, ref_id.generation).exists():
                     self.problems[str(ref_id)] = str(error)
+
+    def add_actions(self, context: Context) -> None:
+        """Mark from the action records that are there now.
+
+        They are weak roots: one that cannot be read marks nothing, and is no problem.
+        """
+        if self.records is None:
+            self.records = actions.Records(context.layout)
+        self.records.update()
+        self.chunks.update(self.records.chunks())
 
     def listed(self) -> tuple[str, ...]:
         """The problems, as text."""
@@ -138,6 +149,7 @@ def plan(store: Store, *, grace: float = 0) -> Plan:
     marks = Marks()
     marks.add_leases(context)  # before the refs: a writer commits first and then ends its lease
     marks.add_refs(context)
+    marks.add_actions(context)
     dead, spared, stale = _unused_chunks(context, marks, grace)
     manifests = _unused_manifests(context, marks, grace)
     writers = tuple(_dead_writers(context))
@@ -271,6 +283,7 @@ def _batch(context: Context, marks: Marks) -> Iterator[Transaction]:
     with context.index.exclude() as txn:
         marks.add_leases(context)
         marks.add_refs(context)
+        marks.add_actions(context)
         yield txn
 
 
@@ -318,6 +331,7 @@ def _remove_dead_writers(context: Context) -> int:
                     fsio.remove_tree(left)
                 else:
                     fsio.unlink(left)
+        actions.remove_idle_flights(context.layout)
     return freed
 
 

@@ -124,6 +124,10 @@ class Layout:
         return self.root / "manifests"
 
     @property
+    def actions(self) -> Path:
+        return self.root / "actions"
+
+    @property
     def refs(self) -> Path:
         return self.root / "refs"
 
@@ -166,6 +170,11 @@ class Layout:
     def gc_lock(self) -> Path:
         return self.locks / "gc"
 
+    @property
+    def flights(self) -> Path:
+        """Locks of the actions that are being computed now."""
+        return self.locks / "actions"
+
     def chunk(self, digest: Digest) -> Path:
         text = digest.hex()
         # One parse instead of three: this is asked for every chunk of every tensor.
@@ -174,6 +183,13 @@ class Layout:
     def manifest(self, digest: Digest) -> Path:
         text = digest.hex()
         return self.manifests / text[:2] / text
+
+    def action(self, key: Digest) -> Path:
+        text = key.hex()
+        return self.actions / text[:2] / text
+
+    def flight(self, key: Digest) -> Path:
+        return self.flights / key.hex()
 
     def ref_dir(self, name: str) -> Path:
         return self.refs / escape_ref_name(check_ref_name(name))
@@ -193,15 +209,18 @@ class Layout:
     def quarantined(self, digest: Digest) -> Path:
         return self.quarantine / digest.hex()
 
+    def quarantined_action(self, key: Digest) -> Path:
+        return self.quarantine / f"action-{key.hex()}"
+
     def directories(self) -> list[Path]:
-        """What a new store consists of, parents first."""
+        """What a new store consists of, parents first. Records make their fan-out themselves."""
         flat = [self.chunks, self.manifests, self.refs, self.leases, self.tmp]
-        flat += [self.quarantine, self.locks]
+        flat += [self.actions, self.quarantine, self.locks, self.flights]
         return [*flat, *(top / sub for top in (self.chunks, self.manifests) for sub in FANOUT)]
 
 
 def parse_digest_name(name: str) -> Digest | None:
-    """The digest that a file name of ``chunks/`` or ``manifests/`` spells, or None."""
+    """The digest that a file name of ``chunks/``, ``manifests/`` or ``actions/`` spells."""
     return Digest(bytes.fromhex(name)) if _HEX64.fullmatch(name) else None
 
 

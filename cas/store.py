@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from cas import fsio, header, refs
+from cas.actions import Actions
 from cas.assemble import assembling
 from cas.chunking import DEFAULT_CHUNK_SIZE
 from cas.config import Config
@@ -31,6 +32,7 @@ class Store:
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.actions = Actions(context)
 
     @classmethod
     def open(

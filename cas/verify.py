@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from cas import chunkfiles, fsio, refs
+from cas import actions, chunkfiles, fsio, refs
 from cas.context import Context
 from cas.digest import Digest
 from cas.errors import CasError, ChunkError, ChunkMissing, RefNotFound
@@ -27,7 +27,9 @@ class Report:
 
     ``damaged`` chunks were moved to quarantine; ``missing`` chunks are named by a manifest but not
     there (a damaged one is both, from now on). ``problems`` are refs and manifests that cannot be
-    read. ``complete`` is False if the time ran out before every chunk was hashed.
+    read. ``complete`` is False if the time ran out before every chunk was hashed. Action records
+    are all checked; ``damaged_records``, by key, were moved to quarantine. One that names a chunk
+    which is gone is no damage: whoever looks for it computes again.
     """
 
     checked_chunks: int
@@ -37,10 +39,13 @@ class Report:
     affected_refs: tuple[str, ...]
     problems: tuple[str, ...]
     complete: bool
+    checked_records: int = 0
+    damaged_records: tuple[Digest, ...] = ()
 
     @property
     def clean(self) -> bool:
-        return not (self.damaged or self.missing or self.affected_refs or self.problems)
+        found = (self.damaged, self.missing, self.affected_refs, self.problems)
+        return not any((*found, self.damaged_records))
 
 
 @dataclass(slots=True)
@@ -67,6 +72,7 @@ def verify(
     found = _check_chunks(context, max_duration, progress)
     context.index.reconcile()
     missing, affected, problems = _check_refs(context)
+    records, damaged_records = actions.set_aside_damaged(context)
     return Report(
         found.checked,
         found.size,
@@ -75,6 +81,8 @@ def verify(
         tuple(affected),
         tuple(problems),
         found.complete,
+        records,
+        tuple(damaged_records),
     )
 
 

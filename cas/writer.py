@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cas import chunkfiles, fsio, refs
+from cas import actions, chunkfiles, fsio, refs
+from cas.actions import Lookup
 from cas.assemble import assembling
 from cas.context import Context
 from cas.digest import Digest
@@ -27,6 +28,7 @@ from cas.manifest import (
     check_files,
 )
 from cas.progress import SILENT, Progress
+from cas.records import ActionRecord
 from cas.refs import Ref
 
 if TYPE_CHECKING:
@@ -183,6 +185,61 @@ class Writer:
             commit = self._record(name, recipes, digests, tensors, provenance)
             return replace(commit, paths=tuple(assembly.publish()))
 
+    # --- actions --------------------------------------------------------------------------------
+
+    def find_action(self, key: Digest) -> Lookup:
+        """The record of a computation that was done before, or why there is none to use.
+
+        Its chunks are protected for this writer's life: its recipes can be read, committed, and
+        recorded again like those that this writer made.
+        """
+        self._require_open()
+        return actions.find_leased(self._context, self._lease, key)
+
+    def put_action(
+        self,
+        key: Digest,
+        *,
+        kind: str,
+        factors: Mapping[str, Json],
+        result: Json,
+        recipes: Sequence[Recipe] = (),
+        seconds: float,
+        dependencies: Mapping[str, Json] | None = None,
+        label: str = "",
+    ) -> ActionRecord:
+        """Record what a computation gave. When this returns, it is durable.
+
+        An older record of the same key is replaced. See `cas.records.ActionRecord` for the
+        arguments; ``recipes`` are this writer's, and ``seconds`` is what the computation took.
+
+        Raises:
+            UsageError: something in it is no JSON without floats, or it is too large.
+            ChunkMissing: a chunk was removed behind the store's back.
+            NoSpace, PermissionRefused
+        """
+        record = ActionRecord(
+            key=key,
+            kind=kind,
+            factors=factors,
+            result=result,
+            recipes=tuple(recipes),
+            dependencies=dependencies or {},
+            label=label,
+            microseconds=max(0, round(seconds * 1e6)),
+            created=self._context.now(),
+        )
+        self.put_actions([record])
+        return record
+
+    def put_actions(self, records: Sequence[ActionRecord]) -> None:
+        """`put_action` for several at once, which costs hardly more than one.
+
+        Raises: as `put_action`.
+        """
+        self.barrier()
+        actions.publish(self._context, self._lease, records)
+
     # --- inside ---------------------------------------------------------------------------------
 
     def _require_open(self) -> None:
@@ -215,7 +272,7 @@ class Writer:
         # No change to the index in this transaction: once the ref is linked, the artifact is
         # committed, and a full disk must not make its caller believe otherwise.
         with self._context.index.write():
-            self._check_chunks(manifest)
+            chunkfiles.require(self._context.layout, manifest.chunks())
             ref = refs.create(
                 self._context.layout,
                 name,
@@ -256,16 +313,6 @@ class Writer:
                     old = txn.get(digest)
                     verified = old.last_verified if old and old.size == size else 0
                     txn.put(digest, Entry(size, now, verified))
-
-    def _check_chunks(self, manifest: Manifest) -> None:
-        layout = self._context.layout
-        for digest, size in manifest.chunks().items():
-            path = layout.chunk(digest)
-            found = chunkfiles.size_on_disk(path)
-            if found is None:
-                raise chunkfiles.missing(digest, path)
-            if found != size:
-                raise chunkfiles.damaged(digest, path, f"it has {found} bytes instead of {size}")
 
     def close(self) -> None:
         if not self._closed:
