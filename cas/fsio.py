@@ -13,8 +13,10 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,6 +177,21 @@ def _sync_file_range(fd: int, flags: int) -> None:
         number = ctypes.get_errno()
         if number in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
             raise OSError(number, os.strerror(number))
+
+
+def map_scratch(directory: Path, size: int) -> mmap.mmap:
+    """``size`` zero bytes of memory whose pages are those of a file without a name.
+
+    The file ends with its last user, however that one ends. Its blocks are reserved: on a disk
+    that fills up, a write to this memory would otherwise end the process.
+
+    Raises:
+        OSError: the disk has no room, say.
+    """
+    step("scratch", directory)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        return mmap.mmap(file.fileno(), size)
 
 
 def rename(source: Path, target: Path) -> None:
