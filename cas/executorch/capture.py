@@ -12,7 +12,9 @@ from typing import Any, Final
 
 from cas.errors import UsageError
 from cas.executorch import (
+    hooks_aoti,
     hooks_copies,
+    hooks_cuda,
     hooks_delegates,
     hooks_dynamo,
     hooks_emitter,
@@ -99,6 +101,8 @@ class Capture:
         hooks_delegates.install(patches, intake)
         hooks_copies.install(patches, copies)
         hooks_dynamo.install(patches, copies)
+        hooks_aoti.install(patches, intake, copies, self.store.context.layout.tmp)
+        hooks_cuda.install(patches, intake)
         hooks_serde.install(patches)
 
     @property

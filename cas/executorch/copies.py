@@ -7,7 +7,7 @@ import torch
 from cas.executorch.intake import CaptureWriter
 from cas.manifest import Recipe
 from cas.torch.mapping import Mapper
-from cas.torch.streaming import memory_view, put_storage
+from cas.torch.streaming import memory_view, put_storage, put_tensor
 
 
 class PrivateCopies:
@@ -41,5 +41,16 @@ class PrivateCopies:
         if view is None or len(view) < self._mapper.min_size:
             return None
         storage = self._mapper.storage(self._writer.put(view))
+        empty = torch.empty(0, dtype=tensor.dtype)
+        return empty.set_(storage, 0, tensor.size(), tensor.stride())
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A contiguous tensor of a device as a private mapping in host memory.
+
+        The bytes pass through the host in pieces. None where a plain copy is the better one.
+        """
+        if tensor.numel() * tensor.element_size() < self._mapper.min_size:
+            return None
+        storage = self._mapper.storage(put_tensor(self._writer, tensor))
         empty = torch.empty(0, dtype=tensor.dtype)
         return empty.set_(storage, 0, tensor.size(), tensor.stride())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cas.errors import CasError, Refused, UsageError
+from cas.errors import CasError, NotFound, Refused, UsageError
 
 
 class CaptureActive(Refused):
@@ -66,4 +66,16 @@ class ForeignBytes(UsageError):
         super().__init__(
             f"{file!r} holds weights that another capture stored; save a program in the capture "
             "in which `to_executorch()` made it"
+        )
+
+
+class PackageIncomplete(NotFound):
+    """AOTInductor's outputs lack a file without which they are of no use."""
+
+    def __init__(self, missing: str, found: Iterable[str]) -> None:
+        self.missing = missing
+        self.found = tuple(found)
+        listed = ", ".join(self.found) if self.found else "nothing"
+        super().__init__(
+            f"there is no {missing} among the outputs of AOTInductor; there was: {listed}"
         )

@@ -67,7 +67,8 @@ def seed_memo(program: ExportedProgram, memo: Memo, copies: PrivateCopies) -> No
 
 
 def seed_tensor(tensor: torch.Tensor, memo: Memo, copies: PrivateCopies) -> None:
-    if not is_plain(tensor) or not tensor.is_leaf:
+    # CudaBackend in its low-memory mode enters the tensors themselves: its copy shares them.
+    if id(tensor) in memo or not is_plain(tensor) or not tensor.is_leaf:
         return
     if isinstance(tensor, torch.nn.Parameter):
         _seed_parameter(tensor, memo, copies)
@@ -77,8 +78,6 @@ def seed_tensor(tensor: torch.Tensor, memo: Memo, copies: PrivateCopies) -> None
 
 def _seed_parameter(parameter: torch.nn.Parameter, memo: Memo, copies: PrivateCopies) -> None:
     if type(parameter).__deepcopy__ is not torch.nn.Parameter.__deepcopy__:
-        return
-    if id(parameter) in memo:
         return
     private = copies.of_tensor(parameter.detach())
     if private is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
@@ -9,10 +10,12 @@ from typing import Any, Final, Protocol, TypeAlias
 import torch
 from executorch.exir._serialize._cord import FileBackedData
 
+from cas import fsio
 from cas.executorch.blob import PREFIX, RecipeReader, StoredBytes, StoredSource
 from cas.executorch.labels import Labels
+from cas.manifest import Recipe
 from cas.torch.mapping import ChunkFiles
-from cas.torch.streaming import ChunkSink, memory_view, storage_view
+from cas.torch.streaming import ChunkSink, Readable, memory_view, put_storage, storage_view
 
 #: Shorter data stays plain bytes: a chunk file takes a file system block of 4 KiB anyway, and a
 #: recipe holds literals of up to as much.
@@ -24,6 +27,8 @@ Held: TypeAlias = "bytes | StoredBytes"
 class CaptureWriter(ChunkSink, RecipeReader, ChunkFiles, Protocol):
     """What a capture needs of a store's writer."""
 
+    def plain_reader(self) -> RecipeReader: ...
+
 
 class Intake:
     """Puts data into the store as it appears. Data below ``threshold`` bytes is left alone."""
@@ -31,7 +36,7 @@ class Intake:
     def __init__(self, writer: CaptureWriter, threshold: int = THRESHOLD) -> None:
         self.writer = writer
         self.threshold = threshold
-        self.source = StoredSource(writer)
+        self.source = StoredSource(writer, writer.plain_reader())
         self.labels = Labels()
         self._files: weakref.WeakKeyDictionary[Any, StoredBytes] = weakref.WeakKeyDictionary()
 
@@ -70,6 +75,26 @@ class Intake:
             self._files[data] = stored
         return stored
 
+    def keep_storage(self, storage: torch.UntypedStorage) -> StoredBytes:
+        """All bytes of a storage on any device; short ones stay in the recipe.
+
+        Raises:
+            UnsupportedTensor: the storage has no bytes (meta).
+        """
+        recipe = put_storage_or_literal(self.writer, storage, self.threshold)
+        return StoredBytes(self.source, recipe, _first_bytes(storage))
+
+    def move_file(self, path: str | Path) -> StoredBytes:
+        """A file that is ours to have: its bytes go to the store, and it is removed at once."""
+        with open(path, "rb", buffering=0) as file:
+            prefix = file.read(PREFIX)
+            file.seek(0)
+            source = _Hashing(file)
+            recipe = self.writer.put_stream(source)
+        self.source.learn_sha256(recipe, source.sha256.digest())
+        fsio.unlink(Path(path))
+        return StoredBytes(self.source, recipe, prefix)
+
     def keep_any(self, data: Any) -> Any:
         """`keep` or `keep_file`, by type; anything else is given back for ExecuTorch to judge."""
         if isinstance(data, FileBackedData):
@@ -83,3 +108,36 @@ class Intake:
         if sha256 is not None:
             self.source.learn_sha256(recipe, sha256)
         return StoredBytes(self.source, recipe, bytes(data[:PREFIX]))
+
+
+class _Hashing:
+    """A stream whose SHA-256 is known when it was read."""
+
+    def __init__(self, stream: Readable) -> None:
+        self._stream = stream
+        self.sha256 = hashlib.sha256()
+
+    def readinto(self, buffer: memoryview, /) -> int | None:
+        count = self._stream.readinto(buffer)
+        if count:
+            self.sha256.update(buffer[:count])
+        return count
+
+
+def _first_bytes(storage: torch.UntypedStorage) -> bytes:
+    start = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    start.set_(storage, 0, (min(PREFIX, storage.nbytes()),), (1,))
+    return bytes(start.tolist())
+
+
+def put_storage_or_literal(
+    writer: ChunkSink, storage: torch.UntypedStorage, threshold: int = THRESHOLD
+) -> Recipe:
+    """The recipe of a storage's bytes; where they are few, they stand in the recipe itself.
+
+    Raises:
+        UnsupportedTensor: the storage has no bytes (meta).
+    """
+    if storage.nbytes() < min(threshold, THRESHOLD) and storage.device.type != "meta":
+        return Recipe.literal(bytes(storage_view(storage.cpu())))
+    return put_storage(writer, storage)

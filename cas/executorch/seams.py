@@ -54,6 +54,13 @@ DYNAMO_UTILS: Final = "torch._dynamo.utils"
 SERDE: Final = "executorch.exir.serde.export_serialize"
 EXPORT: Final = "torch.export._trace"
 DUPLICATES: Final = "executorch.exir.backend.canonical_partitioners.duplicate_constant_node_pass"
+INDUCTOR: Final = "torch._inductor"
+COMPILE_FX: Final = "torch._inductor.compile_fx"
+CODECACHE: Final = "torch._inductor.codecache"
+AOTI_BACKEND: Final = "executorch.backends.aoti.aoti_backend"
+CUDA_COLLECTOR: Final = "executorch.backends.cuda.cuda_weight_collector"
+#: Not imported here: that takes half a second, and triton.
+CUDA_BACKEND: Final = "executorch.backends.cuda.cuda_backend"
 
 SEAMS: Final = (
     Seam(
@@ -93,6 +100,38 @@ SEAMS: Final = (
     Seam("export entry", EXPORT, "_export", ("mod", "args")),
     Seam("serialized programs", SERDE, "EnumEncoder.default", ("self", "obj")),
     Seam("dynamo marks", DYNAMO_UTILS, "copy_dynamo_tensor_attributes", ("src", "dst")),
+    Seam("inductor buffers", COMPILE_FX, "_unlift_graph", ("mod", "gm", "graph_signature")),
+    Seam("inductor clones", COMPILE_FX, "clone_preserve_strides", ("x",)),
+    Seam("inductor weights file", CODECACHE, "AotCodeCompiler.compile"),
+    Seam("inductor outputs", INDUCTOR, "aot_compile", ("gm", "args")),
+    Seam(
+        "aoti weights file",
+        AOTI_BACKEND,
+        "AotiBackend.load_weights_blob",
+        ("blob_path", "compile_specs"),
+        optional=True,
+    ),
+    Seam(
+        "aoti compiling",
+        AOTI_BACKEND,
+        "AotiBackend.preprocess",
+        ("edge_program", "compile_specs"),
+        optional=True,
+    ),
+    Seam(
+        "cuda storages",
+        CUDA_COLLECTOR,
+        "_write_tensor_storage",
+        ("tensor", "path"),
+        optional=True,
+    ),
+    Seam(
+        "cuda storage files",
+        CUDA_COLLECTOR,
+        "FileBackedData.move_from",
+        ("path", "sha256"),
+        optional=True,
+    ),
 )
 
 
@@ -129,6 +168,12 @@ def check_seams(seams: Iterable[Seam] = SEAMS) -> None:
         target = resolve(seam)
         if target is not None and seam.parameters is not None:
             _check_parameters(seam, target)
+
+
+def module_of(name: str) -> Any:
+    """The module of the seam of that name; None for an optional one that is not installed."""
+    seam = next(seam for seam in SEAMS if seam.name == name)
+    return None if resolve(seam) is None else importlib.import_module(seam.module)
 
 
 def resolve(seam: Seam) -> Any:

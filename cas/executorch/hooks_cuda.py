@@ -1,0 +1,53 @@
+"""Hooks: the weights that CudaBackend collects from AOTInductor.
+
+Its collector writes each storage to a temporary file and keeps the file's owner, whose finalizer
+removes it. Under capture a storage goes to the store as it is read, from the device or from the
+host, and what stands in for the file owns nothing. The same storage of a second method is known
+by its content and written nowhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from executorch.exir._serialize._cord import FileBackedData
+
+from cas import fsio
+from cas.executorch import seams
+from cas.executorch.blob import StoredBytes
+from cas.executorch.intake import Intake
+from cas.executorch.patches import Patches
+
+
+class CollectedData(FileBackedData):  # type: ignore[misc]
+    """`FileBackedData` for the collector, which makes one of what the writing function gave."""
+
+    @classmethod
+    def move_from(cls, path: str, sha256: Any = None) -> Any:
+        # The hooked function gives the stored bytes themselves in place of their digest.
+        if isinstance(sha256, StoredBytes):
+            return sha256
+        return FileBackedData.move_from(path, sha256)
+
+
+def install(patches: Patches, intake: Intake) -> None:
+    """Without the collector's module these weights come as files, and are taken in from there."""
+    collector = seams.module_of("cuda storages")
+    if collector is None:
+        return
+    original = collector._write_tensor_storage
+
+    @functools.wraps(original)
+    def write_tensor_storage(tensor: torch.Tensor, path: str) -> Any:
+        if tensor.is_mkldnn:
+            return original(tensor, path)  # which refuses it
+        # The collector has made an empty file. It goes first, so that nothing is left of it
+        # whatever happens to this process while the storage is read.
+        fsio.unlink(Path(path))
+        return intake.keep_storage(tensor.untyped_storage())
+
+    patches.set(collector, "_write_tensor_storage", write_tensor_storage)
+    patches.set(collector, "FileBackedData", CollectedData)
