@@ -11,12 +11,12 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cas import chunkfiles, fsio
+from cas import chunkfiles, fsio, journal
 from cas.context import Context
 from cas.digest import Digest
 from cas.errors import (
@@ -28,6 +28,7 @@ from cas.errors import (
     UsageError,
 )
 from cas.index import Transaction
+from cas.journal import Event, Tally
 from cas.layout import Layout
 from cas.leases import Lease
 from cas.manifest import chunk_sizes
@@ -52,7 +53,7 @@ class Lookup:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RecordFile:
     """One record file: ``size`` bytes, last used at ``last_used`` seconds since the epoch."""
 
     key: Digest
@@ -116,7 +117,7 @@ class Actions:
             raise UsageError(f"{text!r} begins the keys of {len(fitting)} actions; give more of it")
         return fitting[0]
 
-    def entries(self, prefix: str = "") -> Iterator[Entry]:
+    def entries(self, prefix: str = "") -> Iterator[RecordFile]:
         """Every record file, unread, in the order of their keys."""
         return entries(self._context.layout, prefix)
 
@@ -126,7 +127,24 @@ class Actions:
             with contextlib.suppress(ActionNotFound, ActionDamaged):
                 yield self.read(entry.key)
 
+    def tally(self) -> Tally:
+        """Hits, misses and time saved, as far as they were noted."""
+        return journal.tally(self._context.layout)
+
+    def events(self) -> Sequence[Event]:
+        """The last look-ups, oldest first."""
+        return journal.events(self._context.layout)
+
     # --- changing -------------------------------------------------------------------------------
+
+    def note(self, happened: Sequence[Event]) -> None:
+        """Count look-ups, and keep them for `cas explain`. One call for many costs like one.
+
+        In a read-only store, or on a full disk, nothing is noted.
+        """
+        if not self._context.read_only:
+            context = self._context
+            journal.note(context.layout, context.modes, happened, context.now())
 
     def drop(self, key: Digest) -> bool:
         """Forget one action; its chunks stay until gc. False if there was no record.
@@ -223,12 +241,12 @@ os.register_at_fork(after_in_child=_after_fork)
 # --- files --------------------------------------------------------------------------------------
 
 
-def entries(layout: Layout, prefix: str = "") -> Iterator[Entry]:
+def entries(layout: Layout, prefix: str = "") -> Iterator[RecordFile]:
     """Every record file whose key begins with the two digits ``prefix``, or with any."""
     for key, file in chunkfiles.walk(layout.actions, prefix):
         with contextlib.suppress(FileNotFoundError):
             stat = file.stat(follow_symlinks=False)
-            yield Entry(key, stat.st_size, stat.st_mtime)
+            yield RecordFile(key, stat.st_size, stat.st_mtime)
 
 
 def read(layout: Layout, key: Digest) -> ActionRecord:
@@ -344,7 +362,7 @@ def _move(context: Context, staged: dict[Digest, Path]) -> None:
 class Kept:
     """One record and the chunks that it keeps; none, if it cannot be read."""
 
-    entry: Entry
+    entry: RecordFile
     chunks: Mapping[Digest, int]
     problem: str | None = None
 
@@ -401,7 +419,7 @@ def _read_trailer(path: Path) -> bytes | None:
         os.close(fd)
 
 
-def evict(layout: Layout, entry: Entry) -> bool:
+def evict(layout: Layout, entry: RecordFile) -> bool:
     """Forget a record that was not used since ``entry`` was read. The caller holds the mutex."""
     path = layout.action(entry.key)
     try:

@@ -175,6 +175,18 @@ class Layout:
         """Locks of the actions that are being computed now."""
         return self.locks / "actions"
 
+    @property
+    def action_journal(self) -> Path:
+        return self.actions / "journal"
+
+    @property
+    def action_counters(self) -> Path:
+        return self.actions / "counters"
+
+    @property
+    def journal_lock(self) -> Path:
+        return self.locks / "journal"
+
     def chunk(self, digest: Digest) -> Path:
         text = digest.hex()
         # One parse instead of three: this is asked for every chunk of every tensor.
