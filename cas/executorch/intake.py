@@ -125,9 +125,14 @@ class _Hashing:
 
 
 def _first_bytes(storage: torch.UntypedStorage) -> bytes:
+    return bytes(storage_view(_on_host(storage, min(PREFIX, storage.nbytes()))))
+
+
+def _on_host(storage: torch.UntypedStorage, length: int) -> torch.UntypedStorage:
+    """The first bytes of a storage on any device, in host memory of their own."""
     start = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    start.set_(storage, 0, (min(PREFIX, storage.nbytes()),), (1,))
-    return bytes(start.tolist())
+    start.set_(storage, 0, (length,), (1,))
+    return start.to("cpu", copy=True).untyped_storage()
 
 
 def put_storage_or_literal(
@@ -139,5 +144,5 @@ def put_storage_or_literal(
         UnsupportedTensor: the storage has no bytes (meta).
     """
     if storage.nbytes() < min(threshold, THRESHOLD) and storage.device.type != "meta":
-        return Recipe.literal(bytes(storage_view(storage.cpu())))
+        return Recipe.literal(bytes(storage_view(_on_host(storage, storage.nbytes()))))
     return put_storage(writer, storage)
