@@ -20,6 +20,7 @@ from cas.executorch import (
     hooks_emitter,
     hooks_named_data,
     hooks_serde,
+    hooks_spill,
     seams,
 )
 from cas.executorch.copies import PrivateCopies
@@ -35,6 +36,7 @@ from cas.manifest import Json
 from cas.progress import SILENT, Progress
 from cas.store import Store
 from cas.torch.mapping import MIN_MAPPED, Mapper
+from cas.torch.spill import Spilled
 from cas.writer import Writer
 
 #: Held by the one capture that is active. Patches are process-wide, so the lock is too.
@@ -48,6 +50,8 @@ class Capture:
     act in the thread that entered it; what other threads export meanwhile is stock, in memory.
     """
 
+    _mapper: Mapper
+
     def __init__(
         self,
         store: Store,
@@ -55,6 +59,7 @@ class Capture:
         *,
         threshold: int,
         map_threshold: int,
+        spill: bool,
         progress: Progress,
         clock: Callable[[], float],
     ) -> None:
@@ -62,6 +67,7 @@ class Capture:
         self.name = name
         self._threshold = threshold
         self._map_threshold = map_threshold
+        self._spill = spill
         self._progress = progress
         self._clock = clock
         self._stack = ExitStack()
@@ -94,7 +100,7 @@ class Capture:
         self._stack.__exit__(kind, error, trace)
 
     def _install(self, patches: Patches, intake: Intake) -> None:
-        mapper = Mapper(intake.writer, min_size=self._map_threshold)
+        mapper = self._mapper = Mapper(intake.writer, min_size=self._map_threshold)
         copies = PrivateCopies(intake.writer, mapper)
         hooks_named_data.install(patches, intake)
         hooks_emitter.install(patches, intake, copies)
@@ -104,6 +110,8 @@ class Capture:
         hooks_aoti.install(patches, intake, copies, self.store.context.layout.tmp)
         hooks_cuda.install(patches, intake)
         hooks_serde.install(patches)
+        if self._spill:  # after the hook of the same function that it has to come before
+            hooks_spill.install(patches, intake.writer, mapper)
 
     @property
     def counters(self) -> Counters:
@@ -114,6 +122,17 @@ class Capture:
         """
         writer, _ = self._require_active("the counters of a capture are read")
         return writer.counters
+
+    def spill(self, target: Any) -> Spilled:
+        """Move the weights of a model from memory into the store, without waiting for its export.
+
+        ``target`` is a module, an exported program, or tensors; see `cas.torch.spill`.
+
+        Raises:
+            CaptureEnded: the ``with`` block was left.
+        """
+        writer, _ = self._require_active("a model is spilled")
+        return hooks_spill.spill_target(target, writer, self._mapper)
 
     def save(
         self,
@@ -173,6 +192,7 @@ def capture(
     *,
     threshold: int = THRESHOLD,
     map_threshold: int = MIN_MAPPED,
+    spill: bool = False,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Capture:
@@ -189,6 +209,9 @@ def capture(
         name: the artifact's name; can be given to `Capture.save` instead.
         threshold: data of fewer bytes stays in memory as it is.
         map_threshold: tensors of fewer bytes are copied in memory where ExecuTorch copies them.
+        spill: move each module that `torch.export.export` is given from memory into the store
+            first, so that it takes none while it is exported. Its tensors stay the objects they
+            are; see `cas.torch.spill` for what changes about them.
         progress: told about long steps.
         clock: gives seconds, for the durations that are reported.
 
@@ -206,6 +229,7 @@ def capture(
         name,
         threshold=threshold,
         map_threshold=map_threshold,
+        spill=spill,
         progress=progress if progress is not None else SILENT,
         clock=clock,
     )

@@ -98,6 +98,7 @@ SEAMS: Final = (
     ),
     Seam("dynamo input clones", DYNAMO, "_clone_input", ("value", "fake_mode")),
     Seam("export entry", EXPORT, "_export", ("mod", "args")),
+    Seam("moved storages", "torch", "UntypedStorage._swap_data_ptr_"),
     Seam("serialized programs", SERDE, "EnumEncoder.default", ("self", "obj")),
     Seam("dynamo marks", DYNAMO_UTILS, "copy_dynamo_tensor_attributes", ("src", "dst")),
     Seam("inductor buffers", COMPILE_FX, "_unlift_graph", ("mod", "gm", "graph_signature")),

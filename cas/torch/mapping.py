@@ -129,11 +129,17 @@ class Mapper:
             ChunkDamaged: a chunk file does not hold what its name says.
             ChunkMissing: a chunk file is gone.
         """
-        storage = self._mapped(recipe) if recipe.size >= max(self.min_size, 1) else None
+        storage = self.mapped(recipe)
         if storage is None:
             self.copied_bytes += recipe.size
             return self._copied(recipe)
-        self.mapped_bytes += recipe.size
+        return storage
+
+    def mapped(self, recipe: Recipe) -> torch.UntypedStorage | None:
+        """`storage`, but None instead of a copy in memory where the recipe cannot be mapped."""
+        storage = self._mapped(recipe) if recipe.size >= max(self.min_size, 1) else None
+        if storage is not None:
+            self.mapped_bytes += recipe.size
         return storage
 
     def _copied(self, recipe: Recipe) -> torch.UntypedStorage:
