@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import tomli_w
 
@@ -20,6 +23,29 @@ else:
     import tomli as tomllib
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_POWERS = " KMGTPE"
+_MAX_BYTES = 2**63 - 1
+#: What unsets a setting that has no value by default.
+NONE: Final = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A limit: ``amount`` bytes, or that share of the capacity of a filesystem. Shown as given."""
+
+    amount: Fraction
+    is_share: bool
+    text: str = field(compare=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def on(self, path: Path) -> int:
+        """The limit in bytes, for a store that lies on the filesystem of ``path``."""
+        if not self.is_share:
+            return int(self.amount)
+        stat = os.statvfs(path)
+        return int(self.amount * stat.f_blocks * stat.f_frsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +55,15 @@ class Config:
     umask: permission bits to withhold from everything the store creates; None: the process's own.
         A store shared by a group has 0o002.
     grace: seconds for which gc spares what nothing uses any more.
+    keep_last, older_than (seconds), max_size: what gc gives up, see `cas.retention.Policy`; None:
+        no such rule. ``max_size`` is kept by every writer, too.
     """
 
     umask: int | None = None
     grace: int = 0
+    keep_last: int | None = None
+    older_than: int | None = None
+    max_size: Size | None = None
 
     @classmethod
     def load(cls, layout: Layout) -> Config:
@@ -63,8 +94,7 @@ class Config:
         """
         if key not in KEYS:
             raise UsageError(f"unknown setting {key!r}; settings are {', '.join(KEYS)}")
-        value: Any = parse_umask(text) if key == "umask" else parse_duration(text)
-        return replace(self, **{key: value})
+        return replace(self, **{key: _PARSERS[key](text)})
 
     def save(self, layout: Layout, temporary: Path, modes: fsio.Modes) -> None:
         document: dict[str, Any] = {}
@@ -72,6 +102,12 @@ class Config:
             document["umask"] = f"{self.umask:04o}"
         if self.grace:
             document["grace"] = f"{self.grace}s"
+        if self.keep_last is not None:
+            document["keep_last"] = self.keep_last
+        if self.older_than is not None:
+            document["older_than"] = f"{self.older_than}s"
+        if self.max_size is not None:
+            document["max_size"] = str(self.max_size)
         data = tomli_w.dumps(document).encode()
         fsio.replace_file(layout.config, data, mode=modes.file, temporary=temporary)
 
@@ -104,3 +140,57 @@ def parse_duration(text: str) -> int:
     if match is None:
         raise UsageError(f"{text!r} is not a duration such as 90s, 15m, 2h, 7d or 4w")
     return int(match[1]) * _UNITS[match[2] or "s"]
+
+
+def parse_count(text: str) -> int | None:
+    """How many to keep: a whole number from 1 on; None for ``none``."""
+    if text.strip() == NONE:
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or int(text) < 1:
+        raise UsageError(f"{text!r} is not a number of generations: 1 or more, or {NONE}")
+    return int(text)
+
+
+def parse_age(text: str) -> int | None:
+    """`parse_duration`; None for ``none``."""
+    return None if text.strip() == NONE else parse_duration(text)
+
+
+def parse_size(text: str) -> Size | None:
+    """A limit on a store's size; None for ``0`` and ``none``, which mean that there is no limit.
+
+    ``200G`` and ``200GB`` are 200 * 10^9 bytes, ``200Gi`` and ``200GiB`` 200 * 2^30, ``10%`` a
+    tenth of the filesystem, a number alone is bytes. Upper and lower case are the same.
+    """
+    stripped = text.strip()
+    if stripped == NONE:
+        return None
+    match = re.fullmatch(
+        r"([0-9]{1,19}(?:\.[0-9]{1,9})?)\s*(?:(%)|(?:([kmgtpe])(i)?)?b?)",
+        stripped,
+        re.ASCII | re.IGNORECASE,
+    )
+    if match is None:
+        raise UsageError(
+            f"{text!r} is not a size such as 200G, 200GiB, 500M, 10% or a number of bytes"
+        )
+    number, percent, unit, binary = match.groups()
+    amount = Fraction(number)
+    if percent:
+        amount /= 100
+        if amount > 1:
+            raise UsageError(f"{text!r} is more than all of the filesystem")
+    else:
+        amount *= (1024 if binary else 1000) ** _POWERS.index((unit or " ").upper())
+        if amount > _MAX_BYTES:
+            raise UsageError(f"{text!r} is larger than any filesystem")
+    return Size(amount, bool(percent), stripped) if amount else None
+
+
+_PARSERS: Mapping[str, Callable[[str], Any]] = {
+    "umask": parse_umask,
+    "grace": parse_duration,
+    "keep_last": parse_count,
+    "older_than": parse_age,
+    "max_size": parse_size,
+}

@@ -18,7 +18,7 @@ from cas.header import Header
 from cas.index import Index
 from cas.layout import Layout
 from cas.leases import Lease
-from cas.manifest import MAX_MANIFEST_BYTES, Manifest
+from cas.manifest import MAX_MANIFEST_BYTES, Closure, Manifest
 
 #: Threads that hash and write. Twice the cores keep both busy while some wait for the disk.
 DEFAULT_WORKERS = min(8, 2 * (os.cpu_count() or 1))
@@ -97,13 +97,26 @@ class Context:
 
         Raises:
             ManifestDamaged: it is missing, altered or malformed.
-        PermissionRefused
+            PermissionRefused
         """
-        return load_manifest(self.layout.manifest(digest), digest)
+        return Manifest.parse(read_manifest(self.layout.manifest(digest), digest))
+
+    def load_closure(self, digest: Digest) -> Closure:
+        """The chunks of the manifest ``digest``, in a fraction of the time of `load_manifest`.
+
+        Raises:
+            ManifestDamaged: it is missing, altered or malformed.
+            PermissionRefused
+        """
+        return Closure.parse(read_manifest(self.layout.manifest(digest), digest))
 
 
-def load_manifest(path: Path, digest: Digest) -> Manifest:
-    """Read and check a manifest file; see `Context.load_manifest`."""
+def read_manifest(path: Path, digest: Digest) -> bytes:
+    """The bytes of a manifest's file, which are what its digest promises.
+
+    Raises:
+        ManifestDamaged, PermissionRefused
+    """
     try:
         with fsio.os_errors(path, "read"), open(path, "rb") as file:
             data = file.read(MAX_MANIFEST_BYTES + 1)
@@ -113,4 +126,4 @@ def load_manifest(path: Path, digest: Digest) -> Manifest:
         raise ManifestDamaged(str(digest), f"cannot be read ({error.strerror})") from error
     if Digest.of(data) != digest:
         raise ManifestDamaged(str(digest), "does not match its digest")
-    return Manifest.parse(data)
+    return data
