@@ -11,6 +11,7 @@ from pathlib import Path
 from cas import chunkfiles
 from cas.digest import Digest
 from cas.errors import ChunkMissing
+from cas.layout import Layout
 from cas.manifest import ChunkPart, DataPart, Recipe
 
 Locate = Callable[[Digest], Path]
@@ -75,8 +76,46 @@ def stream(
                 yield future.result()
                 buffers.give(buffer)
             else:
-                for start in range(0, part.length, len(_ZEROS)):
-                    yield memoryview(_ZEROS)[: min(len(_ZEROS), part.length - start)]
+                yield from _zeros(part.length)
     finally:
         for future, _ in window:
             future.cancel()
+
+
+class PlainReader:
+    """Reads what a writer has put without its threads, its locks or the index.
+
+    That works where a writer's own methods do not: in a child that fork() made, and after the
+    writer's end. Nothing is protected from gc by it.
+    """
+
+    def __init__(self, layout: Layout, writer: str) -> None:
+        self._layout = layout
+        self._writer = writer
+
+    def stream(self, recipe: Recipe) -> Iterator[memoryview]:
+        """As `Writer.stream`, one chunk after the other."""
+        buffers = Buffers()
+        for part in recipe.parts:
+            if isinstance(part, DataPart):
+                yield memoryview(part.data)
+            elif isinstance(part, ChunkPart):
+                buffer = buffers.take(part.size)
+                yield read_part(part, self._path_of, buffer)
+                buffers.give(buffer)
+            else:
+                yield from _zeros(part.length)
+
+    def read(self, recipe: Recipe, offset: int = 0, length: int | None = None) -> bytes:
+        """As `Writer.read`."""
+        count = recipe.size - offset if length is None else length
+        return b"".join(bytes(piece) for piece in self.stream(recipe.slice(offset, count)))
+
+    def _path_of(self, digest: Digest) -> Path:
+        staged = self._layout.staged(self._writer, digest)
+        return staged if staged.exists() else self._layout.chunk(digest)
+
+
+def _zeros(length: int) -> Iterator[memoryview]:
+    for start in range(0, length, len(_ZEROS)):
+        yield memoryview(_ZEROS)[: min(len(_ZEROS), length - start)]

@@ -28,6 +28,7 @@ from cas.manifest import (
     check_files,
 )
 from cas.progress import SILENT, Progress
+from cas.reading import PlainReader
 from cas.records import ActionRecord
 from cas.refs import Ref
 
@@ -137,6 +138,10 @@ class Writer:
         count = recipe.size - offset if length is None else length
         return b"".join(bytes(piece) for piece in self.stream(recipe.slice(offset, count)))
 
+    def plain_reader(self) -> PlainReader:
+        """A reader that needs neither this writer's threads nor its locks: see `PlainReader`."""
+        return PlainReader(self._context.layout, self._lease.id)
+
     def barrier(self) -> None:
         """Make everything put so far durable and known to other writers."""
         self._require_open()
@@ -150,6 +155,7 @@ class Writer:
         provenance: Mapping[str, Json] | None = None,
         *,
         directory: str | os.PathLike[str] | None = None,
+        checksums: Mapping[str, Digest] | None = None,
     ) -> Commit:
         """Record ``files`` as the next generation of ``name``. When this returns, it is durable.
 
@@ -163,6 +169,8 @@ class Writer:
             tensors: where tensors lie in those files.
             provenance: anything that JSON holds without floats.
             directory: where to assemble the files, made if it does not exist.
+            checksums: the digests of whole files, by name, as far as the caller has computed them
+                while `stream` gave their bytes. The others are computed here.
 
         Raises:
             InvalidName: the name, or a file's name.
@@ -176,7 +184,9 @@ class Writer:
         self.barrier()
         recipes = dict(sorted(files.items()))
         if directory is None:
-            digests = self._checksums(recipes)
+            known = checksums or {}
+            unknown = {name: recipe for name, recipe in recipes.items() if name not in known}
+            digests = {**known, **self._checksums(unknown)}
             return self._record(name, recipes, digests, tensors, provenance)
         with assembling(self._context, recipes, Path(directory), self._progress) as assembly:
             digests = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any, Final, NoReturn, Protocol
@@ -19,6 +21,9 @@ LARGE_READ: Final = 64 << 20
 #: ExecuTorch compares lengths and this many leading bytes before it compares digests.
 PREFIX: Final = 32
 
+#: Files whose ``write`` is done with its argument when it returns.
+_COPYING: Final = (io.BufferedWriter, io.BufferedRandom, io.FileIO, io.BytesIO)
+
 
 class LargeReadWarning(ResourceWarning):
     """Stored weights were read back into memory in one piece."""
@@ -33,20 +38,33 @@ class RecipeReader(Protocol):
 
 
 class StoredSource:
-    """The bytes behind a capture's `StoredBytes`, for as long as the capture lasts."""
+    """The bytes behind a capture's `StoredBytes`, for as long as the capture lasts.
 
-    def __init__(self, reader: RecipeReader) -> None:
+    ``plain`` is a reader that works in a child which fork() made, where the other one does not.
+    """
+
+    def __init__(self, reader: RecipeReader, plain: RecipeReader | None = None) -> None:
         self._reader: RecipeReader | None = reader
+        self._plain = plain
+        self._process = os.getpid()
         self._sha256: dict[Recipe, bytes] = {}
 
     def reader(self) -> RecipeReader:
         if self._reader is None:
             raise CaptureEnded("stored weights are read")
+        if self._plain is not None and os.getpid() != self._process:
+            return self._plain
         return self._reader
 
     def end(self) -> None:
         """Every later read is refused with `CaptureEnded`."""
         self._reader = None
+
+    def outlive(self) -> None:
+        """From here on read without the writer, which may end: a program that ran to its last line
+        has handlers and threads that are still to write. What was put must be published.
+        """
+        self._reader = self._plain
 
     def learn_sha256(self, recipe: Recipe, digest: bytes) -> None:
         """Remember a digest that somebody computed from the bytes themselves."""
@@ -112,7 +130,8 @@ class StoredBytes(FileBackedData):  # type: ignore[misc]
     def write_to_file(self, outfile: Any) -> None:
         """Write the bytes to an open binary file, through a bounded buffer."""
         for piece in self._source.reader().stream(self._recipe):
-            outfile.write(piece)
+            # A piece is a view that is used again; only Python's own files are known to keep none.
+            outfile.write(piece if type(outfile) in _COPYING else bytes(piece))
 
     def close(self) -> None:
         """Nothing to close: the store owns the bytes."""

@@ -1,8 +1,9 @@
-"""Attributes replaced for a while in one thread, and put back exactly as they were."""
+"""Attributes replaced for a while in one process, and put back exactly as they were."""
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,17 +25,20 @@ class Patches:
 
     Attributes are process-wide, a capture is not: what other threads export meanwhile is neither
     its business nor may it depend on a store that closes under them. So a function acts only in
-    the thread that made the stack, and elsewhere is the one that it replaces. Values of other
-    kinds ask `active` themselves.
+    the thread that made the stack (or, with ``any_thread``, in all), and elsewhere is the one that
+    it replaces; and a child that fork() made, which cannot use its parent's store, is elsewhere.
+    Values of other kinds ask `active` themselves.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, any_thread: bool = False) -> None:
         self._applied: list[_Patch] = []
-        self._thread = threading.get_ident()
+        self._thread = None if any_thread else threading.get_ident()
+        self._process = os.getpid()
 
     def active(self) -> bool:
-        """Whether this is the thread that made the stack."""
-        return threading.get_ident() == self._thread
+        """Whether the patches act here: in this process and this thread."""
+        here = self._thread in (None, threading.get_ident())
+        return here and os.getpid() == self._process
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace ``owner.name``; what ``owner`` itself held before comes back with `undo`."""
