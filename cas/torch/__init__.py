@@ -11,6 +11,7 @@ from cas.torch.mapping import MapBudget, Mapper, map_recipe
 from cas.torch.spill import Spilled, SpillUnsupported, spill
 from cas.torch.streaming import (
     UnsupportedTensor,
+    inner_tensors,
     memory_view,
     put_storage,
     put_tensor,
@@ -27,6 +28,7 @@ __all__ = [
     "Spilled",
     "StateMismatch",
     "UnsupportedTensor",
+    "inner_tensors",
     "load_into",
     "map_recipe",
     "memory_view",

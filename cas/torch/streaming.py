@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cas.errors import UsageError
 from cas.manifest import Recipe
+from cas.torch.devices import bytes_of, view_memory
+from cas.torch.ring import PieceSink, put_through_ring
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-#: Device memory comes over in pieces of this size; the host never holds more than one.
-DEVICE_PIECE = 4 << 20
 
 
 class Readable(Protocol):
@@ -24,7 +23,7 @@ class Readable(Protocol):
     def readinto(self, buffer: memoryview, /) -> int | None: ...
 
 
-class ChunkSink(Protocol):
+class ChunkSink(PieceSink, Protocol):
     """The part of a store's writer that takes bytes."""
 
     def put(self, data: Buffer, /) -> Recipe: ...
@@ -51,7 +50,7 @@ def storage_view(storage: torch.UntypedStorage) -> memoryview:
         raise UnsupportedTensor(
             f"a view of {storage.device} memory", "copy it with put_storage, which streams it"
         )
-    return _view_memory(storage.data_ptr(), storage.nbytes(), storage)
+    return view_memory(storage.data_ptr(), storage.nbytes(), storage)
 
 
 def memory_view(tensor: torch.Tensor) -> memoryview | None:
@@ -65,7 +64,7 @@ def memory_view(tensor: torch.Tensor) -> memoryview | None:
     if not _is_dense(tensor):
         return None
     length = tensor.numel() * tensor.element_size()
-    return _view_memory(tensor.data_ptr(), length, tensor)
+    return view_memory(tensor.data_ptr(), length, tensor)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -76,11 +75,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
         return False
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return False
-    return tensor.device.type != "meta" and not torch._is_functional_tensor(tensor)
+    return tensor.device.type != "meta" and not _is_wrapped(tensor)
 
 
 def put_storage(writer: ChunkSink, storage: torch.UntypedStorage) -> Recipe:
-    """Store all bytes of a storage: from host memory in place, from a device piece by piece.
+    """Store all bytes of a storage: from host memory in place, from a device through a ring.
+
+    On the host that takes the ring's few buffers, and on the device nothing. What was queued on
+    the device's current stream is waited for first; the caller must keep other threads and streams
+    from changing the storage meanwhile.
 
     Raises:
         UnsupportedTensor: the storage has no bytes (meta).
@@ -88,58 +91,41 @@ def put_storage(writer: ChunkSink, storage: torch.UntypedStorage) -> Recipe:
     _check_device(storage.device)
     if storage.device.type == "cpu":
         return writer.put(storage_view(storage))
-    return writer.put_stream(_DeviceReader(storage))
+    return put_through_ring(writer, bytes_of(storage))
 
 
 def put_tensor(writer: ChunkSink, tensor: torch.Tensor) -> Recipe:
     """Store the elements of a tensor in row-major order, whatever its strides.
 
+    Nothing of the tensor's size is allocated for that, on the host or on its device: what is not
+    contiguous is made so chunk by chunk.
+
     Raises:
-        UnsupportedTensor: a sparse, mkldnn, quantized, nested, meta or fake tensor, or a subclass.
+        UnsupportedTensor: a sparse, mkldnn, quantized, nested, meta or fake tensor, a subclass (see
+            `inner_tensors`), or a tensor inside a transformation.
     """
     _check_tensor(tensor)
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if plain.device.type == "cpu":
+    plain = tensor.detach()
+    in_place = plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
+    if plain.device.type == "cpu" and in_place:
         length = plain.numel() * plain.element_size()
-        return writer.put(_view_memory(plain.data_ptr(), length, plain))
-    return writer.put_stream(_DeviceReader.of_tensor(plain))
+        return writer.put(view_memory(plain.data_ptr(), length, plain))
+    return put_through_ring(writer, plain)
 
 
-class _DeviceReader:
-    """Reads device memory through the host, one bounded piece at a time."""
+def inner_tensors(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The plain tensors that a tensor consists of, by name; a plain one is its own only one.
 
-    def __init__(
-        self, storage: torch.UntypedStorage, offset: int = 0, length: int | None = None
-    ) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
-            storage, 0, (storage.nbytes(),), (1,)
-        )
-        self._position = offset
-        self._end = storage.nbytes() if length is None else offset + length
-
-    @classmethod
-    def of_tensor(cls, tensor: torch.Tensor) -> _DeviceReader:
-        """The bytes of a contiguous tensor."""
-        start = int(tensor.storage_offset()) * tensor.element_size()
-        return cls(tensor.untyped_storage(), start, tensor.numel() * tensor.element_size())
-
-    def readinto(self, buffer: memoryview, /) -> int:
-        count = min(len(buffer), DEVICE_PIECE, self._end - self._position)
-        if count <= 0:
-            return 0
-        piece = self._bytes[self._position : self._position + count].cpu()
-        buffer[:count] = _view_memory(piece.data_ptr(), count, piece)
-        self._position += count
-        return count
-
-
-def _view_memory(address: int, length: int, owner: Any) -> memoryview:
-    if length == 0:
-        return memoryview(b"")
-    array = (ctypes.c_ubyte * length).from_address(address)
-    # The array does not own its memory; whoever holds the view must hold the owner too.
-    array.owner = owner  # type: ignore[attr-defined]
-    return memoryview(array).cast("B")
+    A quantized weight of torchao, for example, has its packed data and its scales:
+    ``("layer.weight.qdata", ...), ("layer.weight.scale", ...)``. Their bytes are what there is to
+    store of it.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        yield name, tensor
+        return
+    for attribute in tensor.__tensor_flatten__()[0]:
+        inner = f"{name}.{attribute}" if name else attribute
+        yield from inner_tensors(getattr(tensor, attribute), inner)
 
 
 def _is_plain_type(tensor: torch.Tensor) -> bool:
@@ -162,6 +148,13 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def _is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a transformation (functionalize, vmap, grad) stands between us and the memory."""
+    return torch._is_functional_tensor(tensor) or (
+        torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
 def _check_device(device: torch.device) -> None:
     if device.type == "meta":
         raise UnsupportedTensor(
@@ -178,6 +171,10 @@ def _check_tensor(tensor: torch.Tensor) -> None:
     if tensor.is_mkldnn or tensor.layout is not torch.strided or tensor.is_nested:
         raise UnsupportedTensor(
             f"a tensor of layout {tensor.layout}", "convert it with `.to_dense()` first"
+        )
+    if _is_wrapped(tensor):
+        raise UnsupportedTensor(
+            "a tensor inside a torch.func transformation", "store it before or after that"
         )
     if tensor.is_quantized:
         raise UnsupportedTensor("a quantized tensor", "store its `.int_repr()` and its scales")

@@ -17,11 +17,11 @@ from cas.writer import Writer
 torch = pytest.importorskip("torch")
 from cas.torch import (  # noqa: E402
     UnsupportedTensor,
+    inner_tensors,
     memory_view,
     put_storage,
     put_tensor,
     storage_view,
-    streaming,
 )
 
 
@@ -94,25 +94,35 @@ def test_no_copy_is_made(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen == [tensor.data_ptr()] * 2
 
 
-def test_device_memory_comes_over_piece_by_piece(
-    writer: Writer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streaming, "DEVICE_PIECE", 1000)
-    tensor = sample(64, 32)
-    part = tensor[3:50]
-    whole = writer.put_stream(streaming._DeviceReader(tensor.untyped_storage()))
-    some = writer.put_stream(streaming._DeviceReader.of_tensor(part))
-    assert writer.read(whole) == tensor.numpy().tobytes()
-    assert writer.read(some) == part.numpy().tobytes()
-    assert whole == put_storage(writer, tensor.untyped_storage())
+def on_every_gpu() -> list[Any]:
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_tensor_gives_the_bytes_of_the_host_tensor(writer: Writer) -> None:
     tensor = sample(1000, 300)
-    assert put_tensor(writer, tensor.cuda()) == put_tensor(writer, tensor)
-    assert put_tensor(writer, tensor.cuda().t()) == put_tensor(writer, tensor.t())
-    assert put_storage(writer, tensor.cuda().untyped_storage()) == put_tensor(writer, tensor)
+    for device in on_every_gpu():
+        there = tensor.to(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        assert put_tensor(writer, there) == put_tensor(writer, tensor)
+        assert put_storage(writer, there.untyped_storage()) == put_tensor(writer, tensor)
+        assert torch.cuda.max_memory_allocated(device) == before
+        assert put_tensor(writer, there.t()) == put_tensor(writer, tensor.t())
+        assert put_tensor(writer, there[3:, ::7]) == put_tensor(writer, tensor[3:, ::7])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_is_queued_on_the_callers_stream_is_waited_for(writer: Writer) -> None:
+    for device in on_every_gpu():
+        side = torch.cuda.Stream(device)
+        tensor = torch.zeros(4 << 20, device=device)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(200_000_000)
+            tensor.fill_(1)
+            recipe = put_storage(writer, tensor.untyped_storage())
+            assert torch.cuda.current_stream(device) == side
+        assert writer.read(recipe) == torch.ones(4 << 20).numpy().tobytes()
 
 
 def test_views_keep_their_memory_alive() -> None:
@@ -155,6 +165,69 @@ def unsupported() -> list[Any]:
         torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
         torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     ]
+
+
+def test_a_tensor_in_a_transformation_is_refused(writer: Writer) -> None:
+    def refused(tensor: Any) -> Any:
+        assert memory_view(tensor) is None
+        with pytest.raises(UnsupportedTensor, match="transformation"):
+            put_tensor(writer, tensor)
+        return tensor
+
+    torch.vmap(refused)(torch.ones(3, 4))
+    torch.func.functionalize(refused)(torch.ones(3))
+
+
+class Scaled(torch.Tensor):
+    """A wrapper like those of torchao, with one inner wrapper more than they have."""
+
+    @staticmethod
+    def __new__(cls, data: Any, scale: Any) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+
+    def __init__(self, data: Any, scale: Any) -> None:
+        self.data_part, self.scale = data, scale
+
+    def __tensor_flatten__(self) -> Any:
+        return ["data_part", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        return Scaled(inner["data_part"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def test_a_subclass_is_stored_by_its_inner_tensors(writer: Writer) -> None:
+    data, scale, offset = torch.ones(2, 3, dtype=torch.int8), torch.ones(3), torch.zeros(3)
+    weight = Scaled(data, Scaled(scale, offset))
+    with pytest.raises(UnsupportedTensor, match="inner tensors"):
+        put_tensor(writer, weight)
+    found = dict(inner_tensors(weight, "layer.weight"))
+    assert list(found) == [
+        "layer.weight.data_part",
+        "layer.weight.scale.data_part",
+        "layer.weight.scale.scale",
+    ]
+    assert found["layer.weight.data_part"] is data
+    assert writer.read(put_tensor(writer, found["layer.weight.data_part"])) == b"\1" * 6
+    assert list(inner_tensors(scale)) == [("", scale)]
+    assert next(name for name, _ in inner_tensors(weight)) == "data_part"
+
+
+def test_int4_weights_of_torchao_are_their_packed_bytes(writer: Writer) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    linear = torch.nn.Sequential(torch.nn.Linear(128, 64, bias=False)).to(torch.bfloat16)
+    config = quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4)
+    quantization.quantize_(linear, config)
+    parts = dict(inner_tensors(linear[0].weight, "weight"))
+    assert len(parts) >= 2
+    for name, part in parts.items():
+        assert type(part) is torch.Tensor, name
+        expected = part.contiguous().view(torch.uint8).numpy().tobytes()
+        assert writer.read(put_tensor(writer, part)) == expected
 
 
 @pytest.mark.filterwarnings("ignore")
