@@ -7,6 +7,7 @@ importing ExecuTorch takes.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -15,10 +16,22 @@ from cas.layout import check_file_name, check_ref_name
 from cas.manifest import Json
 
 FORMS = "file.pt2, PKG.MOD:ATTR or FILE.py:ATTR"
-BACKENDS = "portable, xnnpack or PKG.MOD:PARTITIONER"
+BACKENDS = "portable, xnnpack, cuda or PKG.MOD:PARTITIONER"
 #: A larger alignment would only fill files with padding.
 MAX_ALIGNMENT = 1 << 30
 DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+#: The compile specs that ExecuTorch's CUDA backend and partitioner read, and which are ON or OFF.
+CUDA_SWITCHES = (
+    "autotune_at_compile_time",
+    "emulate_precision_casts",
+    "low_memory_mode",
+    "max_autotune",
+    "triton_kernel_mode",
+)
+CUDA_SPECS = (*CUDA_SWITCHES, "platform", "shim_library_path", "target_device")
+#: Where the CUDA backend puts weights.
+CUDA_WEIGHTS = "aoti_cuda_blob.ptd"
 
 #: Where ExecuTorch itself puts external constants when no tag is given.
 DEFAULT_TAG = "_default_external_constant"
@@ -113,6 +126,8 @@ class ExportOptions:
     """What an export does other than ExecuTorch's defaults; None leaves ExecuTorch's own."""
 
     backend: str = "portable"
+    #: Compile specs for the CUDA backend: (key, value).
+    specs: tuple[tuple[str, str], ...] = ()
     external_weights: bool = False
     external_tag: str = DEFAULT_TAG
     strict: bool | None = None
@@ -133,6 +148,7 @@ class ExportOptions:
     def changed(self) -> dict[str, Json]:
         """The backend, and each option that is not left to ExecuTorch, for the provenance."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["specs"] = {key: value for key, value in self.specs} or None
         if not self.external_weights:
             values.pop("external_tag")
         return {key: value for key, value in values.items() if value is not None}
@@ -142,12 +158,16 @@ class ExportOptions:
         tag = self.external_tag
         return tag if tag.endswith(".ptd") else f"{tag}.ptd"
 
+    def data_files(self) -> list[str]:
+        """The files that may come out beside the program."""
+        files = [CUDA_WEIGHTS] if self.backend == "cuda" else []
+        return [*files, self.external_file()] if self.external_weights else files
+
     def validate(self) -> None:
         """Refuse what ExecuTorch would only trip over at the end of a long export.
 
         Raises:
             UsageError: with the option and what it may be.
-            BackendUnavailable: see `check_backend`.
         """
         for name in ("segment_alignment", "constant_alignment", "delegate_alignment"):
             value = getattr(self, name)
@@ -158,6 +178,7 @@ class ExportOptions:
                     f"{name} must be a power of two of at most {MAX_ALIGNMENT}, got {value}"
                 )
         check_backend(self.backend)
+        check_specs(self.backend, self.specs)
         if not self.external_tag:
             raise UsageError("the external tag is empty; give a name, or leave it out")
         check_file_name(self.external_file())
@@ -166,19 +187,51 @@ class ExportOptions:
 
 
 def check_backend(spec: str) -> None:
-    """See that a backend is one of the forms: ``portable``, ``xnnpack``, ``PKG.MOD:PARTITIONER``.
+    """See that a backend is one of `BACKENDS`.
 
     Raises:
-        BackendUnavailable: ``cuda``, which is not in this version.
-        UsageError: anything else.
+        UsageError: it is not.
     """
-    if spec in ("portable", "xnnpack"):
+    if spec in ("portable", "xnnpack", "cuda"):
         return
-    if spec == "cuda":
-        raise BackendUnavailable(
-            f"backend cuda comes with a later version of cas; this one exports for {BACKENDS}"
-        )
     module, colon, attr = spec.partition(":")
     dotted = [*module.split("."), attr] if colon else [""]
     if not all(part.isidentifier() for part in dotted):
         raise UsageError(f"unknown backend {spec!r}: expected {BACKENDS}")
+
+
+def parse_specs(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Compile specs as written on the command line, ``KEY=VALUE`` each.
+
+    Raises:
+        UsageError: one has no key, or no ``=``.
+    """
+    specs = []
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise UsageError(f"{text!r} is not a compile spec: expected KEY=VALUE")
+        specs.append((key, value))
+    return tuple(specs)
+
+
+def check_specs(backend: str, specs: Iterable[tuple[str, str]]) -> None:
+    """See that compile specs mean something: the backend ignores what it does not know.
+
+    Raises:
+        UsageError: with the spec, and what there is.
+    """
+    seen: set[str] = set()
+    for key, value in specs:
+        if backend != "cuda":
+            raise UsageError(f"backend {backend} takes no compile specs, got {key}={value}")
+        if key == "method_name":
+            raise UsageError("the compile spec method_name is filled in for each method; leave it")
+        if key not in CUDA_SPECS:
+            known = ", ".join(CUDA_SPECS)
+            raise UsageError(f"unknown compile spec {key!r}: the CUDA backend reads {known}")
+        if key in CUDA_SWITCHES and value.upper() not in ("ON", "OFF"):
+            raise UsageError(f"the compile spec {key} is ON or OFF, got {value!r}")
+        if key in seen:
+            raise UsageError(f"the compile spec {key} is given twice")
+        seen.add(key)

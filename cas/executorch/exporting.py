@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -23,23 +22,16 @@ from executorch.exir import (
     ExecutorchProgramManager,
     to_edge_transform_and_lower,
 )
-from executorch.exir.backend.partitioner import Partitioner
 from executorch.exir.passes import MemoryPlanningPass
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from cas.errors import CasError, UsageError
+from cas.executorch.backends import Backend, ExportFailed, resolve_backend
 from cas.executorch.capture import capture
 from cas.executorch.loading import Method, ModuleCall, import_path, load_methods
 from cas.executorch.seams import check_version
-from cas.exportspec import (
-    DEFAULT_TAG,
-    BackendNotFound,
-    BackendUnavailable,
-    ExportOptions,
-    Source,
-    check_backend,
-)
+from cas.exportspec import DEFAULT_TAG, ExportOptions, Source
 from cas.manifest import Manifest
 from cas.progress import SILENT, Progress
 
@@ -51,19 +43,6 @@ log = logging.getLogger(__name__)
 
 #: What a disk says that is full or cannot be written: true of the machine, not of the model.
 _DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-
-
-class ExportFailed(CasError):
-    """PyTorch or ExecuTorch could not do a stage. Their error is ``__cause__``."""
-
-    def __init__(self, stage: str, cause: BaseException) -> None:
-        self.stage = stage
-        if isinstance(cause, SystemExit):
-            super().__init__(f"{stage} failed: the code called sys.exit({cause}); -v shows where")
-            return
-        text = str(cause).strip() or type(cause).__name__
-        first = text.splitlines()[0]
-        super().__init__(f"{stage} failed: {type(cause).__name__}: {first[:500]}; -v shows all")
 
 
 def export_source(
@@ -92,10 +71,10 @@ def export_source(
     name = name or source.default_name()
     with import_path(source):
         with _stage(progress, "load"):
-            partitioners = resolve_backend(options.backend)
+            backend = resolve_backend(options)
             methods = load_methods(source)
         with capture(store, name, progress=progress) as cap:
-            program = lower(methods, partitioners, options, progress)
+            program = lower(methods, backend, options, progress)
             with _stage(progress, "store"):
                 saved = cap.save(
                     program,
@@ -126,7 +105,7 @@ def _warn_of_weights_inside(manifest: Manifest, program: str) -> None:
 
 def lower(
     methods: Mapping[str, Method],
-    partitioners: list[Partitioner],
+    backend: Backend,
     options: ExportOptions,
     progress: Progress = SILENT,
 ) -> ExecutorchProgramManager:
@@ -135,68 +114,16 @@ def lower(
     for name, method in methods.items():
         with _stage(progress, "export"):
             programs[name] = export_method(method, options)
+    partitioners = backend.partitioners(programs)
     if options.external_weights and partitioners:
         for program in programs.values():
             tag_weights(program, options.external_tag)
     with _stage(progress, "lower"):
         edge = to_edge_transform_and_lower(
-            programs, partitioner=partitioners, compile_config=edge_config(options)
+            programs, partitioner=partitioners, compile_config=edge_config(options, backend)
         )
     with _stage(progress, "emit"):
         return edge.to_executorch(backend_config(options))
-
-
-# --- backends -----------------------------------------------------------------------------------
-
-
-def resolve_backend(spec: str) -> list[Partitioner]:
-    """The partitioners of a backend: ``portable``, ``xnnpack`` or ``PKG.MOD:PARTITIONER``.
-
-    Raises:
-        BackendUnavailable: ``cuda`` (not in this version), or it cannot be imported.
-        BackendNotFound: there is no such module, or nothing of that name in it.
-        UsageError: no such backend.
-    """
-    check_backend(spec)
-    if spec == "portable":
-        return []
-    if spec == "xnnpack":
-        return [
-            _partitioner(
-                "executorch.backends.xnnpack.partition.xnnpack_partitioner",
-                "XnnpackPartitioner",
-                spec,
-            )
-        ]
-    module, _, attr = spec.partition(":")
-    return [_partitioner(module, attr, spec)]
-
-
-def _partitioner(module: str, attr: str, spec: str) -> Partitioner:
-    try:
-        found = importlib.import_module(module)
-    except ImportError as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if spec != "xnnpack" and missing and f"{module}.".startswith(f"{missing}."):
-            raise BackendNotFound(f"backend {spec}: there is no module {missing!r}") from error
-        raise BackendUnavailable(f"backend {spec} cannot be imported: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise ExportFailed(f"importing backend {spec}", error) from error
-    try:
-        value = getattr(found, attr)
-    except AttributeError:
-        raise BackendNotFound(f"backend {spec}: module {module} has no {attr!r}") from None
-    if not isinstance(value, Partitioner) and callable(value):
-        try:
-            value = value()
-        except (Exception, SystemExit) as error:
-            raise ExportFailed(f"making the partitioner {spec}", error) from error
-    if not isinstance(value, Partitioner):
-        raise UsageError(
-            f"backend {spec} gives a {type(value).__name__}; expected an ExecuTorch Partitioner, "
-            "or a callable without parameters that returns one"
-        )
-    return value
 
 
 # --- stages -------------------------------------------------------------------------------------
@@ -263,8 +190,8 @@ def tag_weights(program: ExportedProgram, tag: str) -> None:
             node.meta.setdefault("custom", {})["delegate_constant_tag"] = tag
 
 
-def edge_config(options: ExportOptions) -> EdgeCompileConfig | None:
-    changed: dict[str, Any] = {}
+def edge_config(options: ExportOptions, backend: Backend) -> EdgeCompileConfig | None:
+    changed = dict(backend.edge_config)
     if options.check_ir is not None:
         changed["_check_ir_validity"] = options.check_ir
     if options.dim_order is not None:

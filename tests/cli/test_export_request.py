@@ -55,17 +55,40 @@ def test_a_source_file_that_is_a_directory(run: Run, model: Path) -> None:
     assert "is not a file" in outcome.err
 
 
-def test_backend_cuda_says_that_it_comes_later(run: Run, model: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--backend", "cuda", "--spec", "low_memory=ON"], "unknown compile spec 'low_memory'"),
+        (["--backend", "cuda", "--spec", "max_autotune=yes"], "max_autotune is ON or OFF"),
+        (["--backend", "cuda", "--spec", "max_autotune"], "expected KEY=VALUE"),
+        (["--backend", "cuda", "--spec", "=ON"], "expected KEY=VALUE"),
+        (["--backend", "cuda", "--spec", "method_name=f"], "filled in for each method"),
+        (["--backend", "cuda", *(["--spec", "max_autotune=ON"] * 2)], "is given twice"),
+        (["--backend", "xnnpack", "--spec", "max_autotune=ON"], "xnnpack takes no compile specs"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_compile_spec_that_makes_no_sense(
+    run: Run, model: Path, options: list[str], message: str
+) -> None:
+    outcome = run("export", "model.py:make", "-o", "out", *options)
+    assert outcome.code == 2
+    assert message in outcome.err
+    assert not (model / "out").exists()
+
+
+def test_a_directory_where_the_cuda_weights_go(run: Run, model: Path) -> None:
+    (model / "out" / "aoti_cuda_blob.ptd").mkdir(parents=True)
     outcome = run("export", "model.py:make", "-o", "out", "--backend", "cuda")
     assert outcome.code == 5
-    assert "comes with a later version" in outcome.err
+    assert "aoti_cuda_blob.ptd" in outcome.err
 
 
 @pytest.mark.parametrize("backend", ["vulcan", "a:", ":b", "a b:c", ""])
 def test_an_unknown_backend_names_the_known_ones(run: Run, model: Path, backend: str) -> None:
     outcome = run("export", "model.py:make", "-o", "out", "--backend", backend)
     assert outcome.code == 2
-    assert "portable, xnnpack or PKG.MOD:PARTITIONER" in outcome.err
+    assert "portable, xnnpack, cuda or PKG.MOD:PARTITIONER" in outcome.err
 
 
 @pytest.mark.parametrize(

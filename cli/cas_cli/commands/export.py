@@ -17,7 +17,14 @@ import click
 
 from cas.assemble import check_targets
 from cas.errors import Refused
-from cas.exportspec import DEFAULT_TAG, DTYPES, ExportOptions, Source, parse_source
+from cas.exportspec import (
+    DEFAULT_TAG,
+    DTYPES,
+    ExportOptions,
+    Source,
+    parse_source,
+    parse_specs,
+)
 from cas.layout import check_file_name, check_ref_name
 from cas.refs import check_collision
 from cas_cli import options
@@ -124,8 +131,15 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
     "--backend",
     default="portable",
     show_default=True,
-    metavar="portable|xnnpack|PKG.MOD:PARTITIONER",
+    metavar="portable|xnnpack|cuda|PKG.MOD:PARTITIONER",
     help="What to lower to.",
+)
+@click.option(
+    "--spec",
+    "specs",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A compile spec for the CUDA backend, such as low_memory_mode=ON; repeatable.",
 )
 @click.option(
     "--external-weights", is_flag=True, help="Write the weights to a .ptd file beside the .pte."
@@ -180,9 +194,7 @@ def _request(
     source = parse_source(text)
     source.check_file()
     export_options.validate()
-    files = [check_file_name(f"{basename}.pte")]
-    if export_options.external_weights:
-        files.append(export_options.external_file())
+    files = [check_file_name(f"{basename}.pte"), *export_options.data_files()]
     chosen = source.default_name() if name is None else check_ref_name(name)
     require_directory(output, store)
     check_targets(output, files)
@@ -235,6 +247,7 @@ def _options(flags: dict[str, Any]) -> ExportOptions:
 
     return ExportOptions(
         backend=flags["backend"],
+        specs=parse_specs(flags["specs"]),
         external_weights=flags["external_weights"] or flags["external_tag"] is not None,
         external_tag=DEFAULT_TAG if flags["external_tag"] is None else flags["external_tag"],
         strict=flags["strict"],
