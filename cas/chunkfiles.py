@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -134,6 +134,32 @@ def walk(directory: Path, only: str = "") -> Iterator[tuple[Digest, os.DirEntry[
                 digest = parse_digest_name(entry.name)
                 if digest is not None and entry.name.startswith(prefix):
                     yield digest, entry
+
+
+def unmarked(directory: Path, marked: Container[bytes]) -> tuple[int, list[Digest]]:
+    """How many files `walk` would find, and the digests of those that are not ``marked``.
+
+    It makes no object for the others, of which a large store has a million.
+    """
+    top = str(directory)
+    count = 0
+    found = []
+    for prefix in FANOUT:
+        try:
+            names = os.listdir(f"{top}/{prefix}")
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        for name in names:
+            try:
+                is_marked = bytes.fromhex(name) in marked
+            except ValueError:
+                continue
+            if is_marked:
+                count += 1
+            elif (digest := parse_digest_name(name)) is not None and name.startswith(prefix):
+                count += 1
+                found.append(digest)
+    return count, found
 
 
 def total_size(layout: Layout) -> tuple[int, int]:

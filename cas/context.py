@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from cas import fsio
 from cas.config import Config
@@ -109,6 +110,13 @@ class Context:
             PermissionRefused
         """
         return Closure.parse(read_manifest(self.layout.manifest(digest), digest))
+
+
+class HasContext(Protocol):
+    """What works on a store as a whole needs of it; a `cas.Store`, as a rule."""
+
+    @property
+    def context(self) -> Context: ...
 
 
 def read_manifest(path: Path, digest: Digest) -> bytes:

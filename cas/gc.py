@@ -1,7 +1,8 @@
 """Garbage collection beside running writers. ``docs/ordering.md`` holds the safety argument.
 
-`plan` marks from the refs and from live leases and lists the rest; `execute` deletes it in small
-batches under the store's mutex, looking again in each batch at what became live since.
+`plan` chooses what a policy gives up, marks from the other refs, from action records and from live
+leases, and lists the rest; `execute` deletes it in small batches under the store's mutex, looking
+again in each batch at what became live since.
 """
 
 from __future__ import annotations
@@ -9,92 +10,30 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from cas import actions, chunkfiles, fsio, leases, refs
-from cas.context import Context
+from cas import actions, chunkfiles, dropping, fsio, leases, refs
+from cas.context import Context, HasContext
 from cas.digest import Digest
-from cas.errors import Busy, CasError, NoSpace, RefNotFound
-from cas.index import Transaction
+from cas.errors import Busy, NoSpace
+from cas.index import Absent, Transaction
 from cas.layout import is_writer_id
+from cas.marking import Marks
 from cas.progress import SILENT, Progress
-from cas.store import Store
+from cas.retention import Policy, Root
 
 #: Deletions under the mutex at a time. Each batch reads every ref again, so a few thousand refs
 #: cost no more than the deletions themselves.
 BATCH = 2048
+#: Refs and records given up under the mutex at a time: each costs a sync of its directory.
+DROPS = 64
+#: What does nothing.
+KEEP_ALL = Policy()
 
 _T = TypeVar("_T")
-
-
-@dataclass(slots=True)
-class Marks:
-    """What must stay. ``problems`` are reasons why the marks may be incomplete."""
-
-    chunks: set[Digest] = field(default_factory=set)
-    manifests: set[Digest] = field(default_factory=set)
-    announced: set[Digest] = field(default_factory=set)
-    problems: dict[str, str] = field(default_factory=dict)
-    records: actions.Records | None = None
-
-    def add_refs(self, context: Context) -> None:
-        """Mark from every ref.
-
-        Each is read again each time: a name that was removed and committed anew has its old
-        generation number, and another manifest.
-        """
-        for name in refs.strangers(context.layout):
-            why = "no ref has such a name; rename it to what it was, or move it out of the store"
-            self.problems[f"refs/{name}"] = why
-        for ref_id in refs.ids(context.layout):
-            try:
-                digest = refs.read(context.layout, ref_id).manifest
-                self._add_manifest(context, digest)
-            except RefNotFound:
-                continue  # removed meanwhile
-            except CasError as error:
-                if context.layout.ref(ref_id.name, ref_id.generation).exists():
-                    self.problems[str(ref_id)] = str(error)
-
-    def add_actions(self, context: Context) -> None:
-        """Mark from the action records that are there now.
-
-        They are weak roots: one that cannot be read marks nothing, and is no problem.
-        """
-        if self.records is None:
-            self.records = actions.Records(context.layout)
-        self.records.update()
-        self.chunks.update(self.records.chunks())
-
-    def listed(self) -> tuple[str, ...]:
-        """The problems, as text."""
-        return tuple(f"{what}: {why}" for what, why in self.problems.items())
-
-    def keeps_manifest(self, digest: Digest) -> bool:
-        return digest in self.manifests or digest in self.announced
-
-    def add_leases(self, context: Context) -> None:
-        """Mark from the leases of live processes."""
-        leased = leases.read_live(context.layout)
-        self.chunks |= leased.chunks
-        for digest in leased.manifests - self.manifests:
-            if not context.layout.manifest(digest).exists():
-                # About to be written; its chunks are leased singly. Not marked: once it is there,
-                # a ref that names it must still bring its chunks in.
-                self.announced.add(digest)
-                continue
-            try:
-                self._add_manifest(context, digest)
-            except CasError as error:
-                self.problems[str(digest)] = f"in use: {error}"
-
-    def _add_manifest(self, context: Context, digest: Digest) -> None:
-        if digest not in self.manifests:
-            self.chunks.update(context.load_manifest(digest).chunks())
-            self.manifests.add(digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +48,15 @@ class Garbage:
 class Plan:
     """What gc would delete, as found when it was made.
 
-    ``spared`` counts unused chunks within grace; ``stale_entries`` says that the index still
-    counts chunks that a killed gc has deleted. ``problems`` forbid deleting any chunk or
-    manifest: something that cannot be read might name them.
+    ``drops`` are the generations and action records that ``policy`` gives up, and ``over_bytes``
+    what the chunks of the rest have more than it allows. ``spared`` counts unused chunks within
+    grace; ``stale_entries`` says that the index still counts chunks that a killed gc has deleted.
+    ``problems`` forbid deleting or dropping anything: what cannot be read might name any chunk.
     """
 
+    policy: Policy
+    drops: tuple[Root, ...]
+    over_bytes: int
     chunks: tuple[Garbage, ...]
     manifests: tuple[Garbage, ...]
     dead_writers: tuple[str, ...]
@@ -129,6 +72,7 @@ class Plan:
 class Report:
     """What gc did. Bytes are of chunks and of dead writers' staged files."""
 
+    dropped: tuple[Root, ...]
     dead_chunks: int
     dead_bytes: int
     freed_bytes: int
@@ -136,26 +80,33 @@ class Report:
     problems: tuple[str, ...]
 
 
-def plan(store: Store, *, grace: float = 0) -> Plan:
-    """Find what nothing uses and what was not put or used for ``grace`` seconds.
+def plan(store: HasContext, *, grace: float = 0, policy: Policy = KEEP_ALL) -> Plan:
+    """Find what ``policy`` gives up, and what nothing else uses.
 
-    Reads only; writers go on meanwhile.
+    Reads only; writers go on meanwhile. A read-only store can be planned for too; of its index
+    nothing is known, so that ``grace`` goes by the times of files alone.
+
+    Args:
+        grace: seconds for which chunks stay after they were put or used last.
 
     Raises:
-        ReadOnlyStore
+        PermissionRefused: somebody else's lease cannot be read.
     """
     context = store.context
-    context.require_writable("collect garbage")
     marks = Marks()
     marks.add_leases(context)  # before the refs: a writer commits first and then ends its lease
-    marks.add_refs(context)
-    marks.add_actions(context)
+    drops, over = dropping.find(context, marks, policy)
+    marks.add_refs(context, without=drops)
+    marks.add_actions(context, without=drops)
     dead, spared, stale = _unused_chunks(context, marks, grace)
     manifests = _unused_manifests(context, marks, grace)
     writers = tuple(_dead_writers(context))
     if marks.problems:
-        dead, manifests = [], []
+        drops, dead, manifests = [], [], []
     return Plan(
+        policy=policy,
+        drops=tuple(drops),
+        over_bytes=over,
         chunks=tuple(dead),
         manifests=tuple(manifests),
         dead_writers=writers,
@@ -168,31 +119,66 @@ def plan(store: Store, *, grace: float = 0) -> Plan:
     )
 
 
-def execute(store: Store, made: Plan, progress: Progress = SILENT) -> Report:
-    """Delete what ``made`` lists and is still unused. One gc at a time.
+def execute(store: HasContext, made: Plan, progress: Progress = SILENT) -> Report:
+    """Drop and delete what ``made`` lists and is still unused. One gc at a time.
 
     Raises:
         Busy: another gc is running.
+        ReadOnlyStore
     """
     context = store.context
+    context.require_writable("collect garbage")
     with _only_one(context):
-        freed, spared = _remove_dead_writers(context), 0
-        progress.start("gc", made.dead_bytes)
-        # Manifests first: a reader that still finds its manifest finds its chunks (Store.protect).
-        for manifests in _batches(made.manifests):
-            _delete_manifests(context, made.marks, manifests)
-        for chunks in _batches(made.chunks):
-            count, size = _delete_chunks(context, made.marks, chunks)
-            spared += len(chunks) - count
-            freed += size
-            progress.advance(sum(item.size for item in chunks))
-        _remove_empty_names(context)
-        if made.stale_entries:
-            with contextlib.suppress(NoSpace):  # they are harmless; the next gc finds them again
-                context.index.reconcile()
-        progress.finish()
+        return _execute(context, made, progress)
+
+
+def collect(
+    store: HasContext,
+    *,
+    grace: float = 0,
+    policy: Policy = KEEP_ALL,
+    progress: Progress = SILENT,
+) -> Report:
+    """`plan` and `execute` in one, for who does not want to look at the plan.
+
+    Raises:
+        Busy: another gc is running; nothing was planned.
+        ReadOnlyStore
+    """
+    context = store.context
+    context.require_writable("collect garbage")
+    with _only_one(context):
+        return _execute(context, plan(store, grace=grace, policy=policy), progress)
+
+
+def _execute(context: Context, made: Plan, progress: Progress) -> Report:
+    freed, spared = _remove_dead_writers(context), 0
+    progress.start("gc", made.dead_bytes)
+    # Names first: from then on, what only they needed is garbage like any other.
+    dropped: list[Root] = []
+    for roots in _batches(made.drops, DROPS):
+        dropped += dropping.drop(context, made.policy, roots)
+    # Manifests before chunks: a reader that still finds its manifest finds its chunks
+    # (Store.protect).
+    for manifests in _batches(made.manifests, BATCH):
+        _delete_manifests(context, made.marks, manifests)
+    for chunks in _batches(made.chunks, BATCH):
+        count, size = _delete_chunks(context, made.marks, chunks)
+        spared += len(chunks) - count
+        freed += size
+        progress.advance(sum(item.size for item in chunks))
+    _remove_empty_names(context)
+    if made.stale_entries:
+        with contextlib.suppress(NoSpace):  # they are harmless; the next gc finds them again
+            context.index.reconcile()
+    progress.finish()
     return Report(
-        len(made.chunks), made.dead_bytes, freed, made.spared + spared, made.marks.listed()
+        dropped=tuple(dropped),
+        dead_chunks=len(made.chunks),
+        dead_bytes=made.dead_bytes,
+        freed_bytes=freed,
+        spared=made.spared + spared,
+        problems=made.marks.listed(),
     )
 
 
@@ -202,17 +188,13 @@ def execute(store: Store, made: Plan, progress: Progress = SILENT) -> Report:
 def _unused_chunks(context: Context, marks: Marks, grace: float) -> tuple[list[Garbage], int, bool]:
     """(dead chunks, number of those within grace, whether the index counts more than there are)."""
     dead: list[Garbage] = []
-    spared = files = 0
-    candidates = []
-    for digest, entry in chunkfiles.walk(context.layout.chunks):
-        files += 1
-        if digest not in marks.chunks:
-            candidates.append((digest, entry))
-    with context.index.read_if_possible() as txn:
+    spared = 0
+    files, candidates = chunkfiles.unmarked(context.layout.chunks, marks.chunks)
+    with _entries(context) as txn:
         stale = txn.totals()[0] > files
-        for digest, entry in candidates:
+        for digest in candidates:
             with contextlib.suppress(FileNotFoundError):
-                stat = entry.stat(follow_symlinks=False)
+                stat = os.lstat(context.layout.chunk(digest))
                 known = txn.get(digest)
                 seen = max(stat.st_mtime, known.last_seen if known else 0)
                 if _within(context, seen, grace):
@@ -222,11 +204,18 @@ def _unused_chunks(context: Context, marks: Marks, grace: float) -> tuple[list[G
     return dead, spared, stale
 
 
+def _entries(context: Context) -> contextlib.AbstractContextManager[Transaction]:
+    return (
+        contextlib.nullcontext(Absent()) if context.read_only else context.index.read_if_possible()
+    )
+
+
 def _unused_manifests(context: Context, marks: Marks, grace: float) -> list[Garbage]:
     dead = []
-    for digest, entry in chunkfiles.walk(context.layout.manifests):
+    _, candidates = chunkfiles.unmarked(context.layout.manifests, marks.manifests)
+    for digest in candidates:
         with contextlib.suppress(FileNotFoundError):
-            stat = entry.stat(follow_symlinks=False)
+            stat = os.lstat(context.layout.manifest(digest))
             if not marks.keeps_manifest(digest) and not _within(context, stat.st_mtime, grace):
                 dead.append(Garbage(digest, stat.st_size))
     return dead
@@ -238,7 +227,10 @@ def _within(context: Context, seen: float, grace: float) -> bool:
 
 
 def _dead_writers(context: Context) -> Iterator[str]:
-    names = {*os.listdir(context.layout.tmp), *os.listdir(context.layout.leases)}
+    names: set[str] = set()
+    for path in (context.layout.tmp, context.layout.leases):
+        with contextlib.suppress(FileNotFoundError):  # a read-only copy without its empty ones
+            names.update(os.listdir(path))
     for name in sorted(names):
         # The lease is looked at after the directory was seen, and is older than it: no race.
         if is_writer_id(name) and not leases.is_live(context.layout, name):
@@ -272,9 +264,9 @@ def _only_one(context: Context) -> Iterator[None]:
         lock.close()
 
 
-def _batches(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    for start in range(0, len(items), BATCH):
-        yield items[start : start + BATCH]
+def _batches(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ from cas.digest import Digest
 from cas.errors import NoSpace, Refused, StoreDamaged
 from cas.layout import Layout
 
-__all__ = ["Entry", "Index", "Transaction"]
+__all__ = ["Absent", "Entry", "Index", "Transaction"]
 
 logger = logging.getLogger(__name__)
 

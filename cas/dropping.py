@@ -1,0 +1,123 @@
+"""Carrying out a retention policy: finding what it gives up, and removing the names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+
+from cas import chunkfiles, fsio, refs
+from cas.context import Context
+from cas.digest import Digest
+from cas.errors import CasError, RefDamaged, RefNotFound
+from cas.marking import Marks, action_chunks, generations, recorded_actions
+from cas.refs import RefId
+from cas.retention import Action, Chunks, Generation, Holdings, Policy, Root, choose
+
+
+def find(context: Context, marks: Marks, policy: Policy) -> tuple[list[Root], int]:
+    """What ``policy`` gives up, and how many bytes more the rest has than it allows.
+
+    ``marks`` has the live leases, and gets what is found out on the way: what cannot be read is a
+    problem, and then nothing is given up.
+    """
+    if policy.is_empty or _fits(context, policy):
+        return [], 0
+    found = generations(context, marks.problems)
+    records = recorded_actions(context)
+    holdings = None
+    if policy.max_bytes is not None:
+        holdings = _weigh(context, marks, found, records)
+    if marks.problems:
+        return [], 0
+    try:
+        drops = choose(policy, found, records, context.clock(), holdings)
+    except CasError as error:  # removed by hand, or by another gc, since it was weighed
+        marks.problems["policy"] = f"what is there changed meanwhile: {error}"
+        return [], 0
+    if holdings is None or policy.max_bytes is None:
+        return drops, 0
+    keys = {record.key for record in records}
+    marks.chunks.update(holdings.chunks)
+    marks.manifests.update(digest for digest in holdings.documents if digest not in keys)
+    return drops, max(0, holdings.bytes - policy.max_bytes)
+
+
+def drop(context: Context, policy: Policy, roots: Iterable[Root]) -> list[Root]:
+    """Remove those names and records that ``policy`` still gives up; return them.
+
+    Not removed is what was used since the plan was made, what means something else by now, and
+    what has become one of the newest of its name because newer ones were removed.
+    """
+    layout = context.layout
+    dropped: list[Root] = []
+    records = []
+    with context.index.exclude():
+        for root in roots:
+            if isinstance(root, Action):
+                path = layout.action(root.key)
+                if _last_used(path) == root.last_used and fsio.unlink(path):
+                    records.append(path.parent)
+                    dropped.append(root)
+            elif _is_unwanted(context, policy, root):
+                refs.remove(layout, RefId(root.name, root.generation))
+                dropped.append(root)
+        fsio.sync_directories(records)
+    return dropped
+
+
+def _is_unwanted(context: Context, policy: Policy, root: Generation) -> bool:
+    layout = context.layout
+    try:
+        ref = refs.read(layout, RefId(root.name, root.generation))
+    except (RefNotFound, RefDamaged):
+        return False
+    newer = [g for g in refs.generations(layout, root.name) if g > root.generation]
+    used = _last_used(layout.ref(root.name, root.generation))
+    return (
+        ref.manifest == root.manifest
+        and used == root.last_used
+        and len(newer) >= policy.newest_kept
+    )
+
+
+def _last_used(path: os.PathLike[str]) -> float | None:
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(path).st_mtime
+    return None
+
+
+def _fits(context: Context, policy: Policy) -> bool:
+    """Whether a policy of size has nothing to do, which the index knows at once."""
+    if policy.max_bytes is None or context.read_only:
+        return False
+    with context.index.read_if_possible() as txn:
+        count, size = txn.totals()
+    return count > 0 and size <= policy.max_bytes
+
+
+def _weigh(
+    context: Context, marks: Marks, found: list[Generation], records: list[Action]
+) -> Holdings:
+    """What leases, records and generations hold together."""
+    known: dict[Digest, Chunks] = {r.key: action_chunks(context, r.key) for r in records}
+
+    def chunks_of(document: Digest) -> Chunks:
+        # Records may be replaced meanwhile; a manifest is what its digest says, or is gone.
+        return known[document] if document in known else context.load_closure(document).chunks
+
+    holdings = Holdings(chunks_of)
+    leased = ((d, chunkfiles.size_on_disk(context.layout.chunk(Digest(d)))) for d in marks.chunks)
+    holdings.hold_chunks({digest: size for digest, size in leased if size is not None})
+    roots: list[Root] = [*found, *records]
+    for root in roots:
+        try:
+            holdings.hold(root.document)
+        except CasError as error:
+            if not isinstance(root, Generation) or _is_there(context, root):
+                marks.problems[str(root)] = str(error)
+    return holdings
+
+
+def _is_there(context: Context, root: Generation) -> bool:
+    return context.layout.ref(root.name, root.generation).exists()
