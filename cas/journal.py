@@ -157,11 +157,15 @@ def parse_events(data: bytes) -> list[Event]:
     found = []
     for line in data[-2 * JOURNAL_BYTES :].splitlines():
         with contextlib.suppress(UsageError):
-            found.append(_parse_event(line))
+            found.append(parse_event(line))
     return found
 
 
-def _parse_event(line: bytes) -> Event:
+def parse_event(line: bytes) -> Event:
+    """
+    Raises:
+        UsageError: the line holds no event.
+    """
     fields = require_keys(load_json(line), _EVENT_KEYS, "an event")
     outcome = fields["outcome"]
     if outcome not in ("hit", "miss", "uncacheable", "mismatch"):

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cas import Store, gc, verify
+from cas import Digest, Store, gc, verify
+from cas.journal import Event
 from cas.layout import Layout
 from cas.testing.damage import flip_bit
 from cas.testing.killing import KillMatrix
@@ -34,6 +35,9 @@ def contents(seed: int, size: int) -> bytes:
 #: What is committed before the operation, and must come back byte by byte after any kill.
 KEPT = {"kept/one": contents(1, 3 * CHUNK + 5), "kept/two": contents(2, CHUNK) + b"tail"}
 GARBAGE = contents(3, 2 * CHUNK)
+#: What an action gave before the operation; in part the same bytes as an artifact's.
+ACTION = Digest.of(b"an action")
+RESULT = contents(1, CHUNK) + contents(7, 99)
 NEW = contents(1, CHUNK) + contents(4, 2 * CHUNK + 77) + b"\0" * CHUNK + contents(5, 10)
 
 
@@ -47,10 +51,24 @@ def commit(store: Store, name: str, data: bytes) -> None:
         writer.commit(name, {"f": recipe, "g": writer.put(data[:100])}, provenance={"n": 1})
 
 
+def record(store: Store, key: Digest, data: bytes) -> None:
+    """Compute an action as a session does: look, be the only one, look again, record, count."""
+    with store.writer() as writer:
+        if writer.find_action(key).record is None:
+            with store.actions.flight(key):
+                writer.find_action(key)
+                recipe = writer.put(data)
+                writer.put_action(
+                    key, kind="test", factors={"n": 1}, result=0, recipes=[recipe], seconds=1
+                )
+        store.actions.note([Event("miss", "test", key=key)])
+
+
 def prepare(root: Path) -> None:
     with open_store(root) as store:
         for name, data in KEPT.items():
             commit(store, name, data)
+        record(store, ACTION, RESULT)
         commit(store, "lost", GARBAGE)
         commit(store, "lost", GARBAGE + b"3")
         commit(store, "kept/one", GARBAGE + b"2")
@@ -81,6 +99,7 @@ def prepare_with_damage(root: Path) -> None:
             entries = dict(txn.items())
         manifests = [store.manifest(store.read_ref(ref)) for ref in store.refs()]
         live = {digest for manifest in manifests for digest in manifest.chunks()}
+        live |= {digest for found in store.actions.list() for digest in found.chunks()}
         for digest in sorted(set(entries) - live)[:2]:
             flip_bit(store.context.layout.chunk(digest))
 
@@ -91,6 +110,33 @@ def ingest_and_commit(root: Path) -> None:
         writer.barrier()
         second = writer.put(contents(6, CHUNK + 1))
         writer.commit("new", {"a": first, "b": second, "c": writer.put(b"small")})
+
+
+def record_an_action(root: Path) -> None:
+    with open_store(root) as store:
+        record(store, Digest.of(b"new"), NEW)
+        record(store, ACTION, RESULT)
+
+
+def record_anew(root: Path) -> None:
+    """A damaged record is replaced, one with a missing chunk healed, another forgotten."""
+    with open_store(root) as store:
+        layout = store.context.layout
+        for found in store.actions.list():
+            if found.key == Digest.of(b"incomplete"):
+                for digest in set(found.chunks()) - {Digest.of(contents(1, CHUNK))}:
+                    layout.chunk(digest).unlink(missing_ok=True)
+        record(store, Digest.of(b"damaged"), NEW)
+        record(store, Digest.of(b"incomplete"), NEW)
+        store.actions.drop(Digest.of(b"dropped"))
+
+
+def prepare_records(root: Path) -> None:
+    prepare(root)
+    with open_store(root) as store:
+        for name in (b"damaged", b"incomplete", b"dropped"):
+            record(store, Digest.of(name), NEW)
+        flip_bit(store.context.layout.action(Digest.of(b"damaged")))
 
 
 def create(root: Path) -> None:
@@ -149,9 +195,11 @@ def check_store(root: Path) -> None:
             store.assemble(name, root / "again")
             assert (root / "again" / "f").read_bytes() == data, name
             assert (root / "again" / "g").read_bytes() == data[:100], name
+        _check_record(store, ACTION, RESULT)
         gc.execute(store, gc.plan(store))
+        _check_record(store, ACTION, RESULT)
         layout = store.context.layout
-        left = [*layout.tmp.iterdir(), *layout.leases.iterdir()]
+        left = [*layout.tmp.iterdir(), *layout.leases.iterdir(), *layout.flights.iterdir()]
         assert not left, f"left behind: {left}"
         report = verify.verify(store)
         assert report.clean and report.complete, report
@@ -166,6 +214,30 @@ def _check_totals(store: Store) -> None:
     sizes = {path.name: path.stat().st_size for path in files}
     assert {digest.hex(): size for digest, size in entries.items()} == sizes
     assert totals == (len(sizes), sum(sizes.values())), totals
+
+
+def _check_record(store: Store, key: Digest, data: bytes) -> None:
+    with store.writer() as writer:
+        found = writer.find_action(key).record
+        assert found is not None, "a record is lost"
+        assert writer.read(found.recipes[0]) == data
+
+
+def check_record(root: Path) -> None:
+    keys = [Digest.of(name) for name in (b"new", b"damaged", b"incomplete")]
+    with open_store(root) as store:
+        for key in keys:
+            assert store.actions.find(key).reason != "damaged" or key == keys[1]
+            if store.actions.get(key):  # then all of it is there
+                _check_record(store, key, NEW)
+        verify.verify(store)  # sets aside what was damaged before
+    check_store(root)
+    record_an_action(root)
+    record_anew(root)
+    with open_store(root) as store:
+        for key in keys:
+            _check_record(store, key, NEW)
+    check_store(root)
 
 
 def check_ingest(root: Path) -> None:
@@ -216,6 +288,7 @@ def check_gc(root: Path) -> None:
         count, _ = gc.chunkfiles.total_size(store.context.layout)
         manifests = [store.manifest(store.read_ref(ref)) for ref in store.refs()]
         live = {digest for manifest in manifests for digest in manifest.chunks()}
+        live |= {digest for found in store.actions.list() for digest in found.chunks()}
         assert count == len(live), "garbage is left after a second gc"
 
 
@@ -237,6 +310,8 @@ OPERATIONS = {
     "create": Operation(prepare, create, check_then_again(create), _one_fan_out_of_each),
     "ingest": Operation(prepare, ingest_and_commit, check_ingest),
     "assemble": Operation(prepare, assemble, check_assemble),
+    "record": Operation(prepare, record_an_action, check_record),
+    "record-anew": Operation(prepare_records, record_anew, check_record),
     "remove": Operation(prepare, remove, check_remove),
     "gc": Operation(prepare_with_garbage, collect, check_gc),
     "verify": Operation(prepare_with_damage, check_all, check_then_again(check_all)),

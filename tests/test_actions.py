@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from cas import ActionRecord, Digest, Store, Writer, verify
+from cas import ActionRecord, Digest, Store, Writer, gc, verify
 from cas.errors import (
     ActionNotFound,
     ChunkMissing,
     ReadOnlyStore,
     UsageError,
 )
-from cas.testing.processes import Child
+from cas.testing.processes import Child, until
+from cas.testing.steps import Interleaving, step_hook
 from cas.testing.stores import CHUNK, assert_sound, collect, contents, open_store
 
 KEY = Digest.of(b"an action")
@@ -206,6 +207,56 @@ def test_a_read_only_store_gives_hits_and_takes_nothing(store: Store) -> None:
     assert not list(store.context.layout.flights.iterdir())
 
 
+# --- gc in between ------------------------------------------------------------------------------
+
+
+def forget_and_collect(store: Store) -> None:
+    store.actions.drop(KEY)
+    collect(store)
+
+
+def test_a_record_evicted_after_it_was_read_is_a_miss(store: Store) -> None:
+    record(store)
+    hook = Interleaving(lambda step, _: step == "lease", lambda: forget_and_collect(store))
+    with store.writer() as writer, step_hook(hook):
+        assert writer.find_action(KEY).reason == "incomplete"
+        put(writer, KEY, DATA)
+    assert hook.happened and store.actions.get(KEY) is not None
+    assert_sound(store)
+
+
+def test_a_record_evicted_after_the_answer_keeps_its_bytes_for_the_asker(store: Store) -> None:
+    record(store)
+    hook = Interleaving(lambda step, _: step == "touch", lambda: forget_and_collect(store))
+    with store.writer() as writer, step_hook(hook):
+        found = writer.find_action(KEY).record
+        assert found is not None and hook.happened
+        assert writer.read(found.recipes[0]) == DATA
+    assert store.actions.find(KEY).reason == "absent"
+
+
+def test_gc_between_the_chunks_and_their_record_takes_neither(store: Store) -> None:
+    def before_the_record(operation: str, path: str) -> bool:
+        return operation == "create" and "/action-" in path
+
+    hook = Interleaving(before_the_record, lambda: collect(store))
+    with step_hook(hook):
+        record(store)
+    assert hook.happened and store.actions.get(KEY) is not None
+    assert collect(store).dead_chunks == 0
+
+
+def test_a_record_made_after_the_plan_keeps_its_chunks(store: Store) -> None:
+    with store.writer() as writer:
+        writer.put(DATA)
+        writer.barrier()
+    plan = gc.plan(store)
+    assert len(plan.chunks) == 3
+    record(store)
+    gc.execute(store, plan)
+    assert store.actions.get(KEY) is not None
+
+
 # --- single flight ------------------------------------------------------------------------------
 
 
@@ -289,6 +340,11 @@ def test_a_killed_holder_leaves_no_lock_that_needs_a_hand(tmp_path: Path) -> Non
             assert mine
 
 
+def can_take_off(store: Store) -> bool:
+    with store.actions.flight(KEY, wait=False) as mine:
+        return mine
+
+
 def test_a_child_of_a_killed_holder_does_not_hold_its_flight(tmp_path: Path) -> None:
     with open_store(tmp_path / "s"):
         pass
@@ -305,8 +361,8 @@ def test_a_child_of_a_killed_holder_does_not_hold_its_flight(tmp_path: Path) -> 
     _, grandchild = child._receive()
     try:
         child.kill()
-        with open_store(tmp_path / "s") as store, store.actions.flight(KEY, wait=False) as mine:
-            assert mine
+        with open_store(tmp_path / "s") as store:
+            until(lambda: can_take_off(store))  # as soon as the grandchild has begun to run
     finally:
         os.kill(int(grandchild), signal.SIGKILL)
 

@@ -21,7 +21,9 @@ from cas import Store, verify
 from cas.database import stamp
 from cas.digest import Digest
 from cas.errors import CasError
+from cas.journal import Event
 from cas.layout import Layout
+from cas.manifest import Json
 from cas.stats import stats
 from cas.testing.damage import flip_bit
 from cas.testing.processes import forked
@@ -32,7 +34,22 @@ DATA = {
     "small": contents(2, 700),
     "small/twin": contents(2, 700) + b"and more",
 }
+#: Key of an action -> what it gave.
+RESULTS = {
+    Digest.of(b"shares a chunk"): DATA["big"][:CHUNK] + contents(11, 500),
+    Digest.of(b"small"): contents(12, 900),
+}
 BATCH = 50
+
+
+def record(store: Store, key: Digest, data: bytes) -> None:
+    with store.writer() as writer:
+        recipe = writer.put(data)
+        facts: dict[str, Json] = {"variables": {"CC": "gcc", "CFLAGS": None}}
+        writer.put_action(
+            key, kind="test", factors=facts, result=["blob", 0], recipes=[recipe], seconds=1.5
+        )
+    store.actions.note([Event("miss", "test", "forward", "absent", key, 1_500_000)])
 
 
 def make(root: Path) -> None:
@@ -45,6 +62,8 @@ def make(root: Path) -> None:
             for number in range(300):
                 writer.put(contents(5000 + number, 30))
             writer.barrier()
+        for key, data in RESULTS.items():
+            record(store, key, data)
         store.set_config("umask", "0022")
     layout = Layout(root / "store")
     dead = "d" * 32  # left by a writer that was killed
@@ -70,7 +89,8 @@ class Rotting:
         named = {
             data[7:71].decode() for path, (data, _) in self.files.items() if "refs" in path.parts
         }
-        return file.parts[0] in ("chunks", "refs") or file.name in named
+        known = {key.hex() for key in RESULTS} | named
+        return file.parts[0] in ("chunks", "refs") or file.name in known
 
     def restore(self) -> None:
         """Make every file what it was; only the few that differ are written."""
@@ -108,7 +128,9 @@ def choose(files: dict[Path, tuple[bytes, int]], count: int, dice: random.Random
     for path, (data, _) in files.items():
         if data and path.name not in ("stamp", "lock.mdb"):
             kinds.setdefault(path.parts[0], []).append(path)
-    assert {"chunks", "manifests", "refs", "leases", "cas.json", "config.toml"} < set(kinds)
+    assert {"chunks", "manifests", "refs", "actions", "leases", "cas.json", "config.toml"} < set(
+        kinds
+    )
     flips = []
     for number in range(count):
         kind = sorted(kinds)[number % len(kinds)]
@@ -118,6 +140,25 @@ def choose(files: dict[Path, tuple[bytes, int]], count: int, dice: random.Random
 
 
 # --- one flip -----------------------------------------------------------------------------------
+
+
+class Noticed(CasError):
+    """A finding that is no error by itself."""
+
+
+def replay(store: Store, key: Digest) -> None:
+    with store.writer() as writer:
+        found = writer.find_action(key)
+        if found.record is None:
+            raise Noticed(str(found.reason))
+        assert found.record.result == ["blob", 0], "a wrong result"
+        assert writer.read(found.record.recipes[0]) == RESULTS[key], "a wrong output"
+
+
+def look(store: Store) -> None:
+    report = verify.verify(store)
+    if not report.clean:
+        raise Noticed(str(report))
 
 
 def use(rotting: Rotting) -> set[str]:
@@ -140,14 +181,13 @@ def use(rotting: Rotting) -> set[str]:
             raise
         assert path.read_bytes() == DATA[name], "a wrong output file"
 
-    def look(store: Store) -> None:
-        if not verify.verify(store).clean:
-            noticed.add("verify")
-
     def work() -> None:
         with open_store(rotting.store) as store:
             for name in DATA:
                 attempt("assemble", lambda name=name: assemble(store, name))
+            for key in RESULTS:
+                attempt("replay", lambda key=key: replay(store, key))
+            attempt("tally", lambda: [store.actions.tally(), store.actions.events()])
             attempt("stats", lambda: stats(store))
             attempt("verify", lambda: look(store))
             attempt("gc", lambda: collect(store))
@@ -167,6 +207,11 @@ def repair(store: Store) -> None:
         with scratch() as directory:
             (path,) = store.assemble(f"again/{name}", directory)
             assert path.read_bytes() == data, "wrong after the repair"
+    for key, data in RESULTS.items():
+        record(store, key, data)
+        with store.writer() as writer:
+            found = writer.find_action(key).record
+            assert found is not None and writer.read(found.recipes[0]) == data
 
 
 def run_batch(rotting: Rotting, flips: list[Flip]) -> dict[str, int]:

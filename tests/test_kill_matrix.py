@@ -17,7 +17,7 @@ from cas.testing.stores import scratch
 
 STRIDE = 6
 HALVES = [
-    ("ingest", "remove"),
+    ("ingest", "remove", "record", "record-anew"),
     ("create", "assemble", "gc", "verify", "rebuild", "rebuild-index", "configure"),
 ]
 

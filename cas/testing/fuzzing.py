@@ -22,9 +22,11 @@ from cas import header, refs
 from cas.config import Config
 from cas.digest import Digest
 from cas.errors import CasError, UsageError
+from cas.journal import parse_event, parse_tally
 from cas.layout import Layout, check_file_name, parse_ref, unescape_ref_name
 from cas.leases import Leased
 from cas.manifest import Manifest
+from cas.records import ActionRecord
 from cas.refs import RefId
 
 #: An input is at most so large, and may take at most so long: a thousand times the usual.
@@ -84,6 +86,9 @@ def parsers(directory: Path) -> dict[str, Parse]:
 
     return {
         "manifest": parse_manifest,
+        "record": parse_record,
+        "event": parse_event,
+        "counters": parse_tally,
         "ref": from_file(generation, lambda: refs.read(layout, RefId("n", 1))),
         "header": from_file(layout.header, lambda: header.read(layout)),
         "config": from_file(layout.config, lambda: Config.load(layout)),
@@ -100,6 +105,16 @@ def parse_manifest(data: bytes) -> Manifest:
     for entry in found.files:
         assert Path(entry.name).name == entry.name
         assert sum(part.length for part in entry.recipe.parts) == entry.size
+    return found
+
+
+def parse_record(data: bytes) -> ActionRecord:
+    """Under a seal that fits, or nothing would get past it."""
+    key = Digest(bytes(32))
+    body = data + b"\n"
+    found = ActionRecord.parse(body + f"{Digest.of(body)}\n".encode(), key)
+    assert ActionRecord.parse(found.encode(), key) == found
+    assert all(size > 0 for size in found.chunks().values())
     return found
 
 
