@@ -16,29 +16,48 @@ SAMPLE_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Bytes of a process in memory: RssAnon, and VmRSS, which counts mapped files too."""
+
+    anon: int = 0
+    total: int = 0
+
+    def at_least(self, other: Memory) -> Memory:
+        return Memory(max(self.anon, other.anon), max(self.total, other.total))
+
+
+@dataclass(frozen=True)
 class Measured:
-    """``peak_anon`` and ``base_anon`` are bytes of RssAnon; ``returncode`` is negative for a
-    signal, and ``result`` is None then."""
+    """What the process held when idle, and at most (each figure by itself). ``returncode`` is
+    negative for a signal, and ``result`` is None then."""
 
     returncode: int
-    base_anon: int
-    peak_anon: int
+    base: Memory
+    peak: Memory
     result: dict[str, Any] | None
+
+    @property
+    def base_anon(self) -> int:
+        return self.base.anon
+
+    @property
+    def peak_anon(self) -> int:
+        return self.peak.anon
 
     def ratio(self, weights: int) -> float:
         """Peak anonymous memory over the idle process, as a multiple of the weights."""
         return (self.peak_anon - self.base_anon) / weights
 
 
-def anonymous_bytes(pid: int) -> int:
-    """RssAnon of a process, from /proc (see proc_pid_status(5)); 0 when it is gone."""
+def memory_of(pid: int) -> Memory:
+    """From /proc (see proc_pid_status(5)); nothing when the process is gone."""
     try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return 0
+        return Memory()
+    fields = dict(line.split(":", 1) for line in lines)
+    anon, total = (int(fields.get(name, "0").split()[0]) << 10 for name in ("RssAnon", "VmRSS"))
+    return Memory(anon, total)
 
 
 def measure(spec: dict[str, Any], *, prefix: list[str] | None = None) -> Measured:
@@ -50,8 +69,8 @@ def measure(spec: dict[str, Any], *, prefix: list[str] | None = None) -> Measure
     assert process.stdin and process.stdout
     with process:
         if not _expect(process.stdout, "idle"):
-            return Measured(process.wait(), 0, 0, None)
-        base = anonymous_bytes(process.pid)
+            return Measured(process.wait(), Memory(), Memory(), None)
+        base = memory_of(process.pid)
         watcher = _Watcher(process.pid, base)
         watcher.start()
         _say(process.stdin)
@@ -74,7 +93,7 @@ def _expect(stream: IO[str], word: str) -> bool:
 
 
 class _Watcher(threading.Thread):
-    def __init__(self, pid: int, base: int) -> None:
+    def __init__(self, pid: int, base: Memory) -> None:
         super().__init__(daemon=True)
         self.pid = pid
         self.peak = base
@@ -82,7 +101,7 @@ class _Watcher(threading.Thread):
 
     def run(self) -> None:
         while not self._ended.is_set():
-            self.peak = max(self.peak, anonymous_bytes(self.pid))
+            self.peak = self.peak.at_least(memory_of(self.pid))
             time.sleep(SAMPLE_SECONDS)
 
     def stop(self) -> None:
