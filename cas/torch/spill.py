@@ -17,6 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
@@ -78,7 +79,7 @@ def spill(
 
     Nothing else may write to the tensors meanwhile, and what keeps a raw address of one
     (``data_ptr()``) must ask for it again, as after `Module.to`. A spilled tensor cannot be
-    resized in place.
+    resized in place, and is not spilled again after it was written to.
 
     Args:
         target: a module (its parameters, buffers and tensor attributes), or tensors; anything else
@@ -97,6 +98,9 @@ def spill(
     if not found:
         return Spilled()
     free = _held_by_tensors_only(found)
+    if len(free) < len(found):
+        gc.collect()  # the holder may be garbage: a graph that nothing uses any more
+        free = _held_by_tensors_only(found)
     moved = storages = pending = 0
     try:
         for key in [key for key in found if key in free]:
@@ -199,7 +203,8 @@ def _tensors_by_storage(found: dict[int, torch.Tensor]) -> dict[int, dict[int, t
     """Every tensor of the process that uses one of the storages, by storage and identity."""
     groups: dict[int, dict[int, torch.Tensor]] = {key: {} for key in found}
     with torch._C.DisableTorchFunctionSubclass():
-        for value in (*found.values(), *gc.get_objects()):
+        # No list or tuple is built of them: it would be one of the objects, and a cycle.
+        for value in chain(found.values(), gc.get_objects()):
             if not issubclass(type(value), torch.Tensor):
                 continue
             # A view's base may be a tensor that only the view holds.
