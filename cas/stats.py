@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cas import chunkfiles, gc, leases, refs
+from cas.actions import Records
 from cas.context import Context
 from cas.digest import Digest
 from cas.errors import CasError, RefNotFound
@@ -21,7 +23,8 @@ class Stats:
     ``physical_bytes`` what the chunks hold (as the index counts them, of a store that can be
     written), ``garbage_bytes`` the part of those that no ref
     and no live process uses, ``staged_bytes`` chunks not yet published (``orphaned_bytes`` of them
-    by processes that have ended), ``quarantined_bytes`` damaged chunks set aside. ``problems``
+    by processes that have ended), ``quarantined_bytes`` damaged chunks set aside, ``actions``
+    records of computations, ``action_bytes`` what chunks hold that only those need. ``problems``
     are refs and manifests that cannot be read, whose chunks therefore count as garbage here.
     """
 
@@ -37,6 +40,8 @@ class Stats:
     orphaned_bytes: int
     quarantined_bytes: int
     problems: tuple[str, ...]
+    actions: int
+    action_bytes: int
 
 
 def stats(store: Store) -> Stats:
@@ -62,6 +67,10 @@ def stats(store: Store) -> Stats:
             continue  # removed meanwhile
         except CasError as error:
             problems.append(f"{ref_id}: {error}")
+    records = Records(context.layout)
+    records.update()
+    recorded = _present(context, records.chunks().keys() - sizes.keys())
+    sizes.update(recorded)
     leased = leases.read_live(context.layout).chunks
     used = sum(sizes.values()) + sum(
         chunkfiles.size_on_disk(context.layout.chunk(digest)) or 0
@@ -82,7 +91,15 @@ def stats(store: Store) -> Stats:
         orphaned_bytes=orphaned,
         quarantined_bytes=quarantined_bytes(context),
         problems=tuple(problems),
+        actions=len(records.kept),
+        action_bytes=sum(recorded.values()),
     )
+
+
+def _present(context: Context, digests: Iterable[Digest]) -> dict[Digest, int]:
+    """The chunks that are there, and their sizes: a record may name some that are not."""
+    sizes = {digest: chunkfiles.size_on_disk(context.layout.chunk(digest)) for digest in digests}
+    return {digest: size for digest, size in sizes.items() if size is not None}
 
 
 def _chunk_totals(context: Context) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cas import Store
+from cas import Digest, Store
 from cas.stats import stats
 from cas.testing import Child
 from cas.testing.damage import flip_bit
@@ -111,3 +111,16 @@ def test_a_read_only_view_counts_the_same(store: Store, root: Path) -> None:
     store.close()
     with Store.open(root / "s", read_only=True) as reader:
         assert stats(reader) == expected
+
+
+def test_what_only_action_records_need_is_told_apart_from_garbage(store: Store) -> None:
+    commit(store, "a", contents(1, CHUNK))
+    key = Digest.of(b"action")
+    with store.writer() as writer:
+        recipe = writer.put(contents(1, CHUNK) + contents(2, 2 * CHUNK))
+        writer.put_action(key, kind="test", factors={}, result=0, recipes=[recipe], seconds=1)
+    found = stats(store)
+    assert (found.actions, found.action_bytes, found.garbage_bytes) == (1, 2 * CHUNK, 0)
+    store.actions.drop(key)
+    found = stats(store)
+    assert (found.actions, found.action_bytes, found.garbage_bytes) == (0, 0, 2 * CHUNK)

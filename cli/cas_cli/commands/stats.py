@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +12,7 @@ from cas_cli.app import current
 from cas_cli.render import pairs, size
 
 if TYPE_CHECKING:
+    from cas.journal import Tally
     from cas.stats import Stats
 
 KEYS = (
@@ -25,6 +27,8 @@ KEYS = (
     "staged_bytes",
     "orphaned_bytes",
     "quarantined_bytes",
+    "actions",
+    "action_bytes",
 )
 
 
@@ -33,18 +37,21 @@ def command() -> None:
     """Show what the store holds, and how much of it is garbage.
 
     Logical bytes are what the files of all artifacts hold; physical bytes what their chunks
-    occupy, each once; garbage is what the next `cas gc` may delete.
+    occupy, each once; garbage is what the next `cas gc` may delete. With -v also
+    how often compiled results came out of the store, and why not.
     """
     from cas.stats import stats
 
     app = current()
     with app.store() as store:
         found = stats(store)
-    document = {key: getattr(found, key) for key in KEYS}
+        tally = store.actions.tally()
+    document: dict[str, Any] = {key: getattr(found, key) for key in KEYS}
+    document["action_counters"] = tally.document()
     document["problems"] = list(found.problems)
 
     def show() -> None:
-        pairs(_rows(found))
+        pairs(_rows(found) + (_counter_rows(tally) if app.given.verbose else []))
 
     app.report(document, show)
     for problem in found.problems:
@@ -62,6 +69,8 @@ def _rows(found: Stats) -> list[tuple[str, str]]:
         ("physical", size(physical)),
         ("garbage", size(found.garbage_bytes)),
     ]
+    if found.actions:
+        rows.append(("actions", f"{found.actions}, {size(found.action_bytes)} only for them"))
     if found.staged_bytes:
         rows.append(
             ("staged", f"{size(found.staged_bytes)}, {size(found.orphaned_bytes)} by dead writers")
@@ -69,3 +78,22 @@ def _rows(found: Stats) -> list[tuple[str, str]]:
     if found.quarantined_bytes:
         rows.append(("quarantined", f"{size(found.quarantined_bytes)} of damaged chunks"))
     return rows
+
+
+def _counter_rows(tally: Tally) -> list[tuple[str, str]]:
+    saved, computed = tally.saved_microseconds / 1e6, tally.computed_microseconds / 1e6
+    rows = [
+        ("action hits", f"{tally.hits}, {saved:.1f} s saved"),
+        ("action misses", f"{sum(tally.misses.values())}, {computed:.1f} s computed"),
+    ]
+    rows += _reason_rows(tally.misses)
+    rows.append(("uncacheable", str(sum(tally.uncacheable.values()))))
+    rows += _reason_rows(tally.uncacheable)
+    if tally.mismatches:
+        rows.append(("mismatches", f"{tally.mismatches} found by CAS_RECHECK"))
+    return rows
+
+
+def _reason_rows(reasons: Mapping[str, int]) -> list[tuple[str, str]]:
+    most = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+    return [("", f"{count} {reason}") for reason, count in most]
