@@ -155,7 +155,7 @@ def _compile(path: str) -> CodeType:
     try:
         with io.open_code(path) as file:
             code = pkgutil.read_code(file)
-        if code is not None:
+        if isinstance(code, CodeType):
             return code
         with io.open_code(path) as file:
             return compile(file.read(), path, "exec", dont_inherit=True)

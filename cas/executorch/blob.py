@@ -25,6 +25,15 @@ PREFIX: Final = 32
 _COPYING: Final = (io.BufferedWriter, io.BufferedRandom, io.FileIO, io.BytesIO)
 
 
+class ViewSink:
+    """Base of sinks that, like those files, keep nothing of what they are given to write."""
+
+
+def takes_views(outfile: Any) -> bool:
+    """Whether a view of memory that is used again may be written to ``outfile``."""
+    return type(outfile) in _COPYING or isinstance(outfile, ViewSink)
+
+
 class LargeReadWarning(ResourceWarning):
     """Stored weights were read back into memory in one piece."""
 
@@ -130,8 +139,7 @@ class StoredBytes(FileBackedData):  # type: ignore[misc]
     def write_to_file(self, outfile: Any) -> None:
         """Write the bytes to an open binary file, through a bounded buffer."""
         for piece in self._source.reader().stream(self._recipe):
-            # A piece is a view that is used again; only Python's own files are known to keep none.
-            outfile.write(piece if type(outfile) in _COPYING else bytes(piece))
+            outfile.write(piece if takes_views(outfile) else bytes(piece))
 
     def close(self) -> None:
         """Nothing to close: the store owns the bytes."""

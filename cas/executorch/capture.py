@@ -123,6 +123,14 @@ class Capture:
         writer, _ = self._require_active("the counters of a capture are read")
         return writer.counters
 
+    def parts(self) -> tuple[Writer, Intake]:
+        """The writer and what feeds it, for who records programs in another way than `save`.
+
+        Raises:
+            CaptureEnded: the ``with`` block was left.
+        """
+        return self._require_active("a capture is used")
+
     def spill(self, target: Any) -> Spilled:
         """Move the weights of a model from memory into the store, without waiting for its export.
 

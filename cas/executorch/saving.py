@@ -46,17 +46,22 @@ def build_provenance(
     created: str | None,
 ) -> dict[str, Json]:
     """How the artifact came to be. What the caller gives wins over what is found here."""
-    found: dict[str, Json] = {
+    found = describe_provenance(str(name) for name in getattr(program, "methods", ()))
+    if command is not None:
+        found["command"] = [str(word) for word in command]
+    if created is not None:
+        found["created"] = created
+    return {**found, **(given or {})}
+
+
+def describe_provenance(methods: Iterable[str]) -> dict[str, Json]:
+    """What a program with these methods was made by."""
+    return {
         "exporter": "executorch",
-        "methods": [*sorted(str(name) for name in getattr(program, "methods", ()))],
+        "methods": [*sorted(methods)],
         "versions": {
             "cas": __version__,
             "executorch": executorch_version(),
             "torch": str(torch.__version__),
         },
     }
-    if command is not None:
-        found["command"] = [str(word) for word in command]
-    if created is not None:
-        found["created"] = created
-    return {**found, **(given or {})}

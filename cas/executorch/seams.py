@@ -46,9 +46,11 @@ class Seam:
 
 EMITTER: Final = "executorch.exir.emit._emitter"
 NODE_VISITOR: Final = "executorch.backends.xnnpack.operators.node_visitor"
+BACKENDS: Final = "executorch.exir.backend.backend_api"
 NAMED_DATA: Final = "executorch.exir._serialize._named_data_store"
 LOWERED: Final = "executorch.exir.lowered_backend_module"
 CORD: Final = "executorch.exir._serialize._cord"
+PROGRAM: Final = "executorch.exir.program._program"
 DYNAMO: Final = "torch._dynamo.variables.builder"
 DYNAMO_UTILS: Final = "torch._dynamo.utils"
 SERDE: Final = "executorch.exir.serde.export_serialize"
@@ -88,7 +90,35 @@ SEAMS: Final = (
     Seam("file backed data", CORD, "FileBackedData.write_to_file", ("self", "outfile")),
     Seam("file backed digest", CORD, "FileBackedData.sha256", ("self",)),
     Seam("cord", CORD, "Cord.append", ("self", "data")),
+    Seam("cord writing", CORD, "Cord.write_to_file", ("self", "outfile")),
+    Seam(
+        "written programs",
+        PROGRAM,
+        "ExecutorchProgramManager.write_to_file",
+        ("self", "open_file"),
+    ),
+    Seam(
+        "written data",
+        PROGRAM,
+        "ExecutorchProgramManager.write_tensor_data_to_file",
+        ("self", "outdir"),
+    ),
+    Seam("programs in memory", PROGRAM, "ExecutorchProgramManager.buffer"),
+    Seam("older programs", PROGRAM, "ExecutorchProgram.write_to_file", ("self", "open_file")),
     Seam("program copies", "torch.export", "ExportedProgram.__reduce_ex__"),
+    Seam("backend look-up", BACKENDS, "BackendDetails.__subclasses__"),
+    Seam(
+        "backend compiles",
+        BACKENDS,
+        "BackendDetails.preprocess_multimethod",
+        ("edge_programs", "compile_specs"),
+    ),
+    Seam(
+        "backend copies",
+        BACKENDS,
+        "BackendDetails.copy_exported_program_for_preprocess",
+        ("edge_program", "compile_specs"),
+    ),
     Seam("shared weights", DUPLICATES, "copy.deepcopy", ("x", "memo")),
     Seam(
         "shared weights pass",

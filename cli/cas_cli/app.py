@@ -56,16 +56,22 @@ class App:
         return {key: v for key, v in values.items() if v != getattr(default, key)}
 
     @contextlib.contextmanager
-    def store(self, *, create: bool = False, write: bool = False) -> Iterator[Store]:
+    def store(
+        self, *, create: bool = False, write: bool = False, command: str | None = None
+    ) -> Iterator[Store]:
         """The store. ``write`` says that the command makes no sense without writing."""
         from cas.errors import ReadOnlyStore
         from cas.store import Store
+
+        def refusal() -> ReadOnlyStore:
+            name = command or click.get_current_context().info_name or "write"
+            return ReadOnlyStore(self.path, name)
 
         read_only = bool(self.effective("read_only").value)
         # The store knows its own umask, so only one from outside is passed on.
         umask = resolve(BY_NAME["umask"], self.given.umask, self.environ, {}).value
         if read_only and write:
-            raise ReadOnlyStore(self.path, click.get_current_context().info_name or "write")
+            raise refusal()
         with Store.open(
             self.path,
             create=create,
@@ -73,7 +79,7 @@ class App:
             umask=umask,
         ) as store:
             if store.read_only and write:
-                raise ReadOnlyStore(self.path, click.get_current_context().info_name or "write")
+                raise refusal()
             yield store
 
     @contextlib.contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import sys
 from dataclasses import dataclass
+from typing import NoReturn
 
 import click
 
@@ -40,6 +42,28 @@ _BY_ERRNO = {
 
 class OutputGone(Exception):
     """Nobody reads stdout any more."""
+
+
+class Unhandled(BaseException):
+    """What a script of the user's let out, on its way to the interpreter. No error of ours."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def let_out(self) -> NoReturn:
+        """Raise the error for the interpreter to end the process by, as if the script were alone.
+
+        How it tells about an exception, what it makes of the value of a SystemExit, and that
+        Ctrl-C ends the process by a signal, stays its business. Only our frames, which the
+        traceback gains on the way out, are left out again.
+        """
+        error, trace, hook = self.error, self.error.__traceback__, sys.excepthook
+
+        def without_us(kind: type[BaseException], value: BaseException, _: object) -> None:
+            hook(kind, value.with_traceback(trace), trace)
+
+        sys.excepthook = without_us
+        raise error
 
 
 @dataclass(frozen=True, slots=True)

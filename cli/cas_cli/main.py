@@ -15,13 +15,14 @@ from typing import Any, NoReturn
 
 import click
 
-from cas_cli.failures import Failure, OutputGone, describe
+from cas_cli.failures import Failure, OutputGone, Unhandled, describe
 from cas_cli.options import Given, Group, wants_json
 
 #: Section -> command -> one line for the list. A test keeps the lines equal to the commands' own.
 SECTIONS = {
     "Artifacts": {
         "export": "Export a model with ExecuTorch through the store.",
+        "run": "Run an export script under the store, unchanged.",
         "assemble": "Write the files of an artifact.",
         "ls": "List artifacts.",
         "show": "Show an artifact's files, tensors and origin.",
@@ -93,29 +94,40 @@ class Cas(Group):
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> NoReturn:
         """Run, and always exit: with the documented code, and one line about what failed."""
         args = list(sys.argv[1:] if args is None else args)
-        extra["standalone_mode"] = False
+        given = Given()
+        extra.update(standalone_mode=False, obj=given)
+        unhandled = None
         try:
             code = super().main(args, *rest, **extra)
+            if callable(code):  # a script to run, for which click must be out of the way
+                code = code()
         except click.exceptions.Exit as done:
             code = done.exit_code
+        except Unhandled as script:
+            unhandled = script
         except (Exception, KeyboardInterrupt) as error:
-            code = report(error, args)
+            code = report(error, args, given)
+        if unhandled is not None:
+            unhandled.let_out()
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def report(error: BaseException, args: Sequence[str]) -> int:
+def report(error: BaseException, args: Sequence[str], given: Given) -> int:
     """Tell the user about an error, where they asked to be told."""
     failure = describe(error)
     if isinstance(error, (BrokenPipeError, OutputGone)):
         _abandon_stdout()
         return failure.exit_code
-    if _is_verbose(args):
+    # What follows the name of a script in `cas run` is the script's: only where the command line
+    # could not be understood is it searched as a whole.
+    unparsed = args if isinstance(error, click.UsageError) else ()
+    if given.verbose or _is_verbose(unparsed):
         import traceback
 
         traceback.print_exception(error)
     with contextlib.suppress(BrokenPipeError):
         click.echo(f"cas: {failure.message}", err=True)
-    if wants_json(args):
+    if given.json or wants_json(unparsed):
         _print_json(failure)
     return failure.exit_code
 
