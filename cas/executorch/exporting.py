@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from cas.errors import CasError, UsageError
 from cas.executorch.backends import Backend, ExportFailed, resolve_backend
-from cas.executorch.capture import capture
+from cas.executorch.capture import Capture, capture
 from cas.executorch.loading import Method, ModuleCall, import_path, load_methods
 from cas.executorch.seams import check_version
 from cas.exportspec import DEFAULT_TAG, ExportOptions, Source
@@ -53,11 +53,15 @@ def export_source(
     name: str | None = None,
     basename: str = "model",
     options: ExportOptions | None = None,
+    spill: bool = True,
     progress: Progress = SILENT,
     command: Sequence[str] | None = None,
     created: str | None = None,
 ) -> SaveResult:
     """Export ``source`` under the store, write the files to ``directory``, record the artifact.
+
+    With ``spill`` the weights that the source holds in memory go to the store before they are
+    exported, and take none from then on; see `cas.torch.spill`. The files are the same.
 
     ``command`` and ``created`` (a time in ISO 8601) go to the artifact's provenance, with the
     source and the options.
@@ -73,7 +77,9 @@ def export_source(
         with _stage(progress, "load"):
             backend = resolve_backend(options)
             methods = load_methods(source)
-        with capture(store, name, progress=progress) as cap:
+        with capture(store, name, spill=spill, progress=progress) as cap:
+            if spill:
+                _spill_programs(cap, methods, progress)
             program = lower(methods, backend, options, progress)
             with _stage(progress, "store"):
                 saved = cap.save(
@@ -87,6 +93,14 @@ def export_source(
     if options.external_weights:
         _warn_of_weights_inside(store.manifest(saved.commit.ref), f"{basename}.pte")
     return saved
+
+
+def _spill_programs(cap: Capture, methods: Mapping[str, Method], progress: Progress) -> None:
+    """What is exported already passes the place where the capture spills modules."""
+    for method in methods.values():
+        if isinstance(method, ExportedProgram):
+            with _stage(progress, "spill"):
+                cap.spill(method)
 
 
 def _warn_of_weights_inside(manifest: Manifest, program: str) -> None:

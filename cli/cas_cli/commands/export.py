@@ -149,8 +149,16 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
     metavar="TAG",
     help="The same, to TAG.ptd instead of ExecuTorch's default name.",
 )
+@click.option(
+    "--spill/--no-spill",
+    default=True,
+    show_default=True,
+    help="Keep the model in the store instead of in memory while it is exported.",
+)
 @config_options
-def command(source: str, output: Path, name: str | None, basename: str, **flags: Any) -> None:
+def command(
+    source: str, output: Path, name: str | None, basename: str, spill: bool, **flags: Any
+) -> None:
     """Export SOURCE and record the result as an artifact.
 
     \b
@@ -168,7 +176,7 @@ def command(source: str, output: Path, name: str | None, basename: str, **flags:
     app = current()
     wanted = _request(app.path, source, output, name, basename, _options(flags))
     began = time.monotonic()
-    result = _export(app, wanted)
+    result = _export(app, wanted, spill)
     _report(app, result, output, time.monotonic() - began)
 
 
@@ -204,7 +212,7 @@ def _request(
     return Request(source, output, chosen, basename, export_options)
 
 
-def _export(app: App, wanted: Request) -> SaveResult:
+def _export(app: App, wanted: Request, spill: bool) -> SaveResult:
     with app.store(create=True, write=True) as store:
         check_collision(store.context.layout, wanted.name)
         with app.progress() as progress, _frameworks(app, progress):
@@ -217,6 +225,7 @@ def _export(app: App, wanted: Request) -> SaveResult:
                 name=wanted.name,
                 basename=wanted.basename,
                 options=wanted.options,
+                spill=spill,
                 progress=progress,
                 command=["cas", *sys.argv[1:]],
                 created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
