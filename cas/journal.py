@@ -41,14 +41,25 @@ JOURNAL_BYTES: Final = 1 << 20
 MAX_REASONS: Final = 100
 MAX_REASON_CHARS: Final = 200
 _OTHER = "other"
-_EVENT_KEYS = ("time", "run", "outcome", "kind", "label", "reason", "key", "microseconds")
+_EVENT_KEYS = (
+    "time",
+    "run",
+    "outcome",
+    "kind",
+    "label",
+    "reason",
+    "detail",
+    "key",
+    "microseconds",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """One action that was looked up.
 
-    ``reason`` says why there was no hit; ``microseconds`` is what a hit saved, or what the
+    ``reason`` says why there was no hit, in words that are counted, and ``detail`` which thing it
+    was about, in words that are not; ``microseconds`` is what a hit saved, or what the
     computation took. ``key`` is None where there was none to be had. ``run`` is the same for all
     events that were noted together.
     """
@@ -57,6 +68,7 @@ class Event:
     kind: str
     label: str = ""
     reason: str = ""
+    detail: str = ""
     key: Digest | None = None
     microseconds: int = 0
     time: int = 0
@@ -175,6 +187,7 @@ def parse_event(line: bytes) -> Event:
         kind=as_text(fields["kind"], "a kind"),
         label=as_text(fields["label"], "a label"),
         reason=as_text(fields["reason"], "a reason"),
+        detail=as_text(fields["detail"], "a detail"),
         key=None if fields["key"] is None else as_digest(fields["key"], "a key"),
         microseconds=as_int(fields["microseconds"], "microseconds"),
         time=as_int(fields["time"], "a time"),
@@ -208,6 +221,7 @@ def _line(event: Event) -> bytes:
         "kind": event.kind,
         "label": event.label[:MAX_REASON_CHARS],
         "reason": event.reason[:MAX_REASON_CHARS],
+        "detail": event.detail[:MAX_REASON_CHARS],
         "key": event.key.hex() if event.key else None,
         "microseconds": event.microseconds,
     }

@@ -49,7 +49,9 @@ def record(store: Store, key: Digest, data: bytes) -> None:
         writer.put_action(
             key, kind="test", factors=facts, result=["blob", 0], recipes=[recipe], seconds=1.5
         )
-    store.actions.note([Event("miss", "test", "forward", "absent", key, 1_500_000)])
+    store.actions.note(
+        [Event("miss", "test", "forward", "absent", key=key, microseconds=1_500_000)]
+    )
 
 
 def make(root: Path) -> None:

@@ -18,10 +18,10 @@ from cas.testing.stores import collect, open_store
 KEY = Digest.of(b"key")
 EVENTS = [
     Event("hit", "delegate", "forward 1", key=KEY, microseconds=3_000_000),
-    Event("miss", "delegate", "forward 2", "absent", KEY, 500_000),
-    Event("miss", "delegate", "forward 3", "file changed", KEY, 500_000),
-    Event("uncacheable", "delegate", "forward 4", "a user's function", None, 100),
-    Event("mismatch", "delegate", "forward 5", "blob 0", KEY, 7),
+    Event("miss", "delegate", "forward 2", "absent", "", KEY, 500_000),
+    Event("miss", "delegate", "forward 3", "stale", "the file x", KEY, 500_000),
+    Event("uncacheable", "delegate", "forward 4", "a user's function", microseconds=100),
+    Event("mismatch", "delegate", "forward 5", "blob 0", key=KEY, microseconds=7),
 ]
 
 
@@ -37,12 +37,13 @@ def test_events_are_counted_by_reason_and_kept_in_order(store: Store) -> None:
     tally = store.actions.tally()
     assert (tally.hits, tally.mismatches) == (2, 1)
     assert tally.saved_microseconds == 6_000_000 and tally.computed_microseconds == 1_000_107
-    assert tally.misses == {"absent": 1, "file changed": 1}
+    assert tally.misses == {"absent": 1, "stale": 1}
     assert tally.uncacheable == {"a user's function": 1}
     events = store.actions.events()
     assert [event.label for event in events] == [f"forward {i}" for i in (1, 2, 3, 4, 5, 1)]
     assert {event.time for event in events} == {1234}
     assert len({event.run for event in events}) == 2 and events[0].run == events[4].run
+    assert events[2].detail == "the file x"
     assert events[1].key == KEY and events[3].key is None
 
 
