@@ -23,6 +23,9 @@ from cas.executorch import (
     hooks_spill,
     seams,
 )
+from cas.executorch.actions import seam as action_seam
+from cas.executorch.actions.cache import DelegateActions
+from cas.executorch.actions.outcomes import ActionOptions, Outcomes
 from cas.executorch.copies import PrivateCopies
 from cas.executorch.errors import CaptureActive, CaptureEnded
 from cas.executorch.intake import THRESHOLD, Intake
@@ -60,6 +63,7 @@ class Capture:
         threshold: int,
         map_threshold: int,
         spill: bool,
+        actions: ActionOptions,
         progress: Progress,
         clock: Callable[[], float],
     ) -> None:
@@ -68,6 +72,9 @@ class Capture:
         self._threshold = threshold
         self._map_threshold = map_threshold
         self._spill = spill
+        self._actions = actions
+        #: How often a delegate had been compiled before, and why not.
+        self.outcomes = Outcomes()
         self._progress = progress
         self._clock = clock
         self._stack = ExitStack()
@@ -86,6 +93,11 @@ class Capture:
             patches = Patches()
             stack.callback(patches.undo)
             self._install(patches, intake)
+            if self._actions.reuse:
+                delegates = DelegateActions(
+                    self.store, writer, intake, self._actions, self.outcomes
+                )
+                action_seam.install(patches, delegates)
             self._active = (writer, intake)
             self._stack = stack.pop_all()
         return self
@@ -201,6 +213,7 @@ def capture(
     threshold: int = THRESHOLD,
     map_threshold: int = MIN_MAPPED,
     spill: bool = False,
+    actions: bool | ActionOptions = True,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Capture:
@@ -220,6 +233,8 @@ def capture(
         spill: move each module that `torch.export.export` is given from memory into the store
             first, so that it takes none while it is exported. Its tensors stay the objects they
             are; see `cas.torch.spill` for what changes about them.
+        actions: give back what a backend made of the same partition before, instead of compiling
+            it again, and record what is compiled; False for neither.
         progress: told about long steps.
         clock: gives seconds, for the durations that are reported.
 
@@ -238,6 +253,7 @@ def capture(
         threshold=threshold,
         map_threshold=map_threshold,
         spill=spill,
+        actions=actions if isinstance(actions, ActionOptions) else ActionOptions(reuse=actions),
         progress=progress if progress is not None else SILENT,
         clock=clock,
     )

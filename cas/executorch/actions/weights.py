@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from cas.digest import Digest, long_hasher
+from cas.ingest import Piece
 from cas.manifest import Recipe
 from cas.torch.streaming import Readable, put_storage
 
@@ -49,6 +51,8 @@ def _digest(storage: torch.UntypedStorage) -> Digest:
 class _Hashing:
     """Takes bytes as a store's writer does, and only hashes them."""
 
+    chunk_size = _PIECE
+
     def __init__(self) -> None:
         self.hasher = long_hasher()
 
@@ -60,4 +64,12 @@ class _Hashing:
         piece = memoryview(bytearray(_PIECE))
         while count := source.readinto(piece):
             self.hasher.update(piece[:count])
+        return Recipe()
+
+    def put_pieces(self, pieces: Iterable[Piece], /) -> Recipe:
+        for piece in pieces:
+            try:
+                self.hasher.update(piece.ready())
+            finally:
+                piece.release()
         return Recipe()

@@ -1,0 +1,369 @@
+"""Delegates out of the store: find the record of a compile, or compile and record it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from executorch.exir.backend.backend_details import BackendDetails
+
+from cas.digest import Digest
+from cas.errors import CasError
+from cas.executorch.actions import backends, dependencies, drift, facts
+from cas.executorch.actions.backends import Profile
+from cas.executorch.actions.compare import differences
+from cas.executorch.actions.dependencies import Dependencies
+from cas.executorch.actions.errors import Unkeyable, Unrecordable
+from cas.executorch.actions.keys import ActionKey, Programs, Specs, action_key
+from cas.executorch.actions.observer import Observed, observing
+from cas.executorch.actions.outcomes import STALE, ActionMismatch, ActionOptions, Outcomes
+from cas.executorch.actions.relocation import check_relocatable, relocate
+from cas.executorch.actions.replay import Freezer, Thawer
+from cas.executorch.actions.weights import StorageDigests
+from cas.executorch.intake import Intake
+from cas.manifest import Json
+from cas.records import ActionRecord
+from cas.store import Store
+from cas.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+KIND: Final = "delegate"
+#: Records are published together; a process that is killed loses at most these.
+_BATCH: Final = 32
+_BATCH_SECONDS: Final = 5.0
+
+#: CLOCK_REALTIME_COARSE of Linux, with which the kernel stamps files.
+_FILE_CLOCK: Final = 5
+
+#: What the compiles of each backend read in this process.
+_dependencies: dict[str, Dependencies] = {}
+
+
+@dataclass
+class _Unit:
+    """One action: some programs of some methods, and how to compile them."""
+
+    backend: type
+    profile: Profile
+    programs: Programs
+    specs: Specs
+    compile: Callable[[], Mapping[str, list[Any]]]
+    key: ActionKey | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.backend.__name__} of {', '.join(self.programs) or 'a program'}"
+
+    def shaped(self, results: list[Any]) -> dict[str, list[Any]]:
+        """Flat results by method, as the backend would have returned them."""
+        rest = iter(results)
+        return {method: [next(rest) for _ in parts] for method, parts in self.programs.items()}
+
+    def flat(self, results: Mapping[str, list[Any]]) -> list[Any]:
+        return [result for method in self.programs for result in results[method]]
+
+
+class DelegateActions:
+    """The delegate actions of one capture."""
+
+    def __init__(
+        self,
+        store: Store,
+        writer: Writer,
+        intake: Intake,
+        options: ActionOptions,
+        outcomes: Outcomes,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._store = store
+        self._writer = writer
+        self._intake = intake
+        self._options = options
+        self._clock = clock
+        self._fixed: dict[type, dict[str, str]] = {}
+        self._batch = _Batch(store, writer, clock)
+        self.outcomes = outcomes
+
+    # --- what ExecuTorch calls ------------------------------------------------------------------
+
+    def multimethod(self, backend: Any, programs: Programs, specs: Specs) -> dict[str, list[Any]]:
+        """``backend.preprocess_multimethod``, of programs that were not copied yet."""
+        units = [self._unit(backend, *part) for part in _parts(backend, programs, specs)]
+        self._compute_keys(units)
+        results: dict[str, list[Any]] = {method: [] for method in programs}
+        with self._batch.open():
+            for unit in units:
+                for method, values in unit.shaped(self._obtain(unit)).items():
+                    results[method] += values
+        return results
+
+    def single(self, backend: Any, program: Any, specs: Any) -> Any:
+        """``backend.preprocess``, of a program that its caller has copied already."""
+        unit = _Unit(
+            backend,
+            backends.profile_of(backend),
+            {"": [program]},
+            {"": [specs]},
+            lambda: {"": [backend.preprocess(program, specs)]},
+        )
+        self._compute_keys([unit])
+        with self._batch.open():
+            return self._obtain(unit)[0]
+
+    # --- keys -----------------------------------------------------------------------------------
+
+    def _unit(self, backend: Any, programs: Programs, specs: Specs) -> _Unit:
+        def compile_copies() -> Mapping[str, list[Any]]:
+            copies = {
+                method: [
+                    backend.copy_exported_program_for_preprocess(program, spec)
+                    for program, spec in zip(parts, specs[method], strict=True)
+                ]
+                for method, parts in programs.items()
+            }
+            result: Mapping[str, list[Any]] = backend.preprocess_multimethod(copies, specs)
+            return result
+
+        return _Unit(backend, backends.profile_of(backend), programs, specs, compile_copies)
+
+    def _compute_keys(self, units: list[_Unit]) -> None:
+        """All before the first compile, so that no compile can have changed what is hashed."""
+        started = self._clock()
+        digests = StorageDigests()
+        for unit in units:
+            try:
+                unit.key = self._key(unit, digests)
+            except Unkeyable as error:
+                self._note_uncacheable(unit, error.reason)
+        self.outcomes.key_seconds += self._clock() - started
+
+    def _key(self, unit: _Unit, digests: StorageDigests) -> ActionKey:
+        for parts in unit.specs.values():
+            for specs in parts:
+                backends.check_options(specs)
+        found = drift.FACTS.rebase({**self._fixed_facts(unit), **_ambient(unit)})
+        name = unit.backend.__name__
+        return action_key(name, unit.programs, unit.specs, found, unit.profile.policy, digests)
+
+    def _fixed_facts(self, unit: _Unit) -> dict[str, str]:
+        known = self._fixed.get(unit.backend)
+        if known is None:
+            known = {**facts.fixed_facts(), **backends.fixed_facts(unit.backend)}
+            self._fixed[unit.backend] = known
+        return known
+
+    # --- hit or miss ----------------------------------------------------------------------------
+
+    def _obtain(self, unit: _Unit) -> list[Any]:
+        if unit.key is None:
+            return unit.flat(unit.compile())
+        found, _ = self._look(unit, unit.key)
+        if found is None:
+            self._batch.take_off(unit.key.digest)
+            found, reason = self._look(unit, unit.key)  # somebody may have done it meanwhile
+            if found is None:
+                self.outcomes.misses[reason] += 1
+                return self._compile_and_record(unit, unit.key)
+        self.outcomes.hits += 1
+        return self._recheck(unit, unit.key, found) if self._options.is_rechecked() else found
+
+    def _look(self, unit: _Unit, key: ActionKey) -> tuple[list[Any] | None, str]:
+        """The recorded results, or why they are of no use."""
+        record = self._batch.pending.get(key.digest)
+        if record is None:
+            lookup = self._writer.find_action(key.digest)
+            record = lookup.record
+            if record is None:
+                return None, lookup.reason or "absent"
+        try:
+            stale = dependencies.changed(record.dependencies)
+            if stale:
+                self._note(f"{unit.label} is compiled again: {stale[0]} has changed")
+                return None, STALE
+            results = self._thaw(unit, key, record)
+        except CasError as error:
+            self._note(f"{unit.label} is compiled again: its record is of no use ({error})")
+            return None, "damaged"
+        self.outcomes.seconds_saved += record.seconds
+        return results, ""
+
+    def _thaw(self, unit: _Unit, key: ActionKey, record: ActionRecord) -> list[Any]:
+        thawer = Thawer(self._intake, record)
+        results = thawer.thaw()
+        if len(results) != sum(map(len, unit.programs.values())):
+            raise Unrecordable("it has another number of results")
+        relocate(unit.profile, results, thawer.handles(), key.handles)
+        return results
+
+    def _recheck(self, unit: _Unit, key: ActionKey, recorded: list[Any]) -> list[Any]:
+        results, seconds, depends = self._compile(unit)
+        self.outcomes.rechecked += 1
+        specs = [spec for parts in unit.specs.values() for one in parts for spec in one]
+        exact = not (unit.profile.aoti and backends.measures_kernels(unit.backend, specs))
+        found = differences(recorded, results, exact=exact)
+        if found:
+            self.outcomes.mismatches += 1
+            message = (
+                f"{unit.label}: the record {key.digest.hex()[:12]} differs from a fresh compile "
+                f"in {', '.join(found)}; the record is replaced. Something that is no part of the "
+                "key decides the result: see `cas explain`"
+            )
+            self._note(message)
+            warnings.warn(message, ActionMismatch, stacklevel=2)
+            self._record(unit, key, results, seconds, depends)
+        return results
+
+    # --- compiling ------------------------------------------------------------------------------
+
+    def _compile_and_record(self, unit: _Unit, key: ActionKey) -> list[Any]:
+        results, seconds, depends = self._compile(unit)
+        self._record(unit, key, results, seconds, depends)
+        return results
+
+    def _compile(self, unit: _Unit) -> tuple[list[Any], float, Mapping[str, Json] | Unrecordable]:
+        """The results, the seconds it took, and what was read: or why that cannot be recorded."""
+        before = _ambient(unit)
+        started = self._clock()
+        with observing(time.clock_gettime_ns(_FILE_CLOCK)) as observed:
+            results = unit.flat(unit.compile())
+        seconds = self._clock() - started
+        self.outcomes.compile_seconds += seconds
+        depends = self._depends(unit, observed)
+        drift.VARIABLES.learn(observed.before, dict(os.environ))
+        drift.FACTS.learn(before, _ambient(unit))
+        return results, seconds, depends
+
+    def _depends(self, unit: _Unit, observed: Observed) -> Mapping[str, Json] | Unrecordable:
+        known = _dependencies.setdefault(unit.backend.__name__, Dependencies())
+        try:
+            return known.add(observed, (self._store.path, *_scratch_directories()))
+        except Unrecordable as error:
+            return error
+
+    def _record(
+        self,
+        unit: _Unit,
+        key: ActionKey,
+        results: list[Any],
+        seconds: float,
+        depends: Mapping[str, Json] | Unrecordable,
+    ) -> None:
+        """Keep a result. What cannot be kept is used all the same."""
+        try:
+            if isinstance(depends, Unrecordable):
+                raise depends
+            check_relocatable(unit.profile, results, key.handles)
+            freezer = Freezer(self._intake)
+            result = freezer.freeze(results, key.handles)
+            record = ActionRecord(
+                key=key.digest,
+                kind=KIND,
+                factors=key.factors,
+                result=result,
+                recipes=tuple(freezer.recipes),
+                dependencies=depends,
+                label=unit.label,
+                microseconds=round(seconds * 1e6),
+                created=self._store.context.now(),
+            )
+            self._batch.add(record)
+        except Unrecordable as error:
+            self._note_uncacheable(unit, error.reason)
+        except CasError as error:
+            self._note_uncacheable(unit, f"the record could not be written ({error})")
+
+    # --- telling --------------------------------------------------------------------------------
+
+    def _note(self, text: str) -> None:
+        logger.info(text)
+        self.outcomes.notes.append(text)
+
+    def _note_uncacheable(self, unit: _Unit, reason: str) -> None:
+        self.outcomes.uncacheable[reason] += 1
+        self._note(f"{unit.label} is compiled and not kept: {reason}")
+
+
+class _Batch:
+    """Records that are finished and not published yet, and the flights of their actions."""
+
+    def __init__(self, store: Store, writer: Writer, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._writer = writer
+        self._clock = clock
+        self._flights = ExitStack()
+        self._since = 0.0
+        self.pending: dict[Digest, ActionRecord] = {}
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Publish everything at the end of the block, also where something failed."""
+        try:
+            yield
+        except Exception:
+            # What was compiled before the failure is not to be compiled again.
+            try:
+                self.flush()
+            except CasError as error:
+                logger.info("records could not be written: %s", error)
+            raise
+        else:
+            self.flush()
+        finally:
+            self.pending.clear()
+            self._flights.close()
+
+    def take_off(self, key: Digest) -> None:
+        """Be the only one who computes ``key``; wait for somebody who does it already."""
+        if self._flights.enter_context(self._store.actions.flight(key, wait=False)):
+            return
+        self.flush()  # or two processes could wait for each other
+        self._flights.enter_context(self._store.actions.flight(key))
+
+    def add(self, record: ActionRecord) -> None:
+        if not self.pending:
+            self._since = self._clock()
+        self.pending[record.key] = record
+        if len(self.pending) >= _BATCH or self._clock() - self._since > _BATCH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Publish what is finished, and let others look for it."""
+        records, self.pending = list(self.pending.values()), {}
+        try:
+            if records:
+                self._writer.put_actions(records)
+        finally:
+            self._flights.close()
+
+
+def _parts(backend: Any, programs: Programs, specs: Specs) -> Iterator[tuple[Programs, Specs]]:
+    """The actions of one call: one for each partition, or the whole where results interact."""
+    stock: Any = BackendDetails.preprocess_multimethod
+    own: Any = backend.preprocess_multimethod
+    if getattr(own, "__func__", own) is not stock.__func__:
+        yield programs, specs
+        return
+    for method, parts in programs.items():
+        for program, spec in zip(parts, specs[method], strict=True):
+            yield {method: [program]}, {method: [spec]}
+
+
+def _ambient(unit: _Unit) -> dict[str, str]:
+    return backends.ambient_facts(unit.backend)
+
+
+def _scratch_directories() -> Iterator[Path]:
+    """Where torch's compilers keep what they made before."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    yield Path(os.path.realpath(cache_dir()))
+    yield Path(os.path.realpath(tempfile.gettempdir())) / "torchinductor_"
