@@ -97,7 +97,7 @@ def constant_nbytes(name: str, tensor: torch.Tensor) -> int:
     if tensor.is_mkldnn or tensor.layout is not torch.strided:
         kind = "mkldnn" if tensor.is_mkldnn else str(tensor.layout)
         raise UnsupportedTensor(
-            f"the constant {name!r}, an {kind} tensor",
+            f"the constant {name!r}, a {kind} tensor",
             "convert it with `.to_dense()` before the export",
         )
     # A view without elements may hang on a large storage; nobody reads that through it.
