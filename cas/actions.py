@@ -449,16 +449,17 @@ def _listed(directory: Path) -> list[Path]:
         return []
 
 
-def set_aside_damaged(context: Context) -> tuple[int, list[Digest]]:
+def set_aside_damaged(context: Context, *, report_only: bool = False) -> tuple[int, list[Digest]]:
     """Move records that cannot be read to quarantine; (records looked at, those moved).
 
-    A record that names a chunk which is not there is only a miss, and stays.
+    A record that names a chunk which is not there is only a miss, and stays. With ``report_only``
+    all of them stay.
     """
     layout = context.layout
     checked, damaged = 0, []
     for entry in entries(layout):
         checked += 1
-        if _is_damaged(layout, entry.key) and _set_aside(context, entry.key):
+        if _is_damaged(layout, entry.key) and (report_only or _set_aside(context, entry.key)):
             damaged.append(entry.key)
     return checked, damaged
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lmdb
 from lmdb import verify as lmdb_verify
@@ -19,9 +18,13 @@ from cas import fsio
 from cas.digest import Digest, long_hasher
 from cas.errors import Refused
 
-SCHEMA = b"1"
+SCHEMA = b"2"
 #: Address space, not memory or disk. A process with a smaller limit falls back to less.
 _MAP_SIZES = (64 << 30, 4 << 30, 512 << 20)
+#: What one transaction may add to the file, at most: a batch of entries, each on a page of its own.
+HEADROOM = 64 << 20
+#: LMDB's, at most: the size of a page of memory.
+_PAGE = os.sysconf("SC_PAGESIZE")
 _MAX_READERS = 1024
 #: At least what LMDB wants for its lock file: a page of mutexes, then a cache line a reader.
 _LOCK_FILE_BYTES = 4096 + 64 * _MAX_READERS
@@ -39,6 +42,8 @@ DAMAGE = (
 _ALMOST_FULL = 1 << 20
 _VALUE = struct.Struct("<QQQ")
 _COUNTER = struct.Struct("<QQ")
+_USE = struct.Struct("<II")
+_BYTES = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +55,29 @@ class Entry:
     last_verified: int
 
 
+@dataclass(frozen=True, slots=True)
+class Use:
+    """How many documents (manifests, records) name a chunk, and the size they give it."""
+
+    count: int
+    size: int
+
+
+class Tables(NamedTuple):
+    """LMDB's handles."""
+
+    chunks: Any
+    meta: Any
+    uses: Any
+    counted: Any
+
+
 class Transaction:
     """Reads, and in a write transaction changes, entries. Valid inside its ``with`` only."""
 
-    def __init__(self, txn: lmdb.Transaction, chunks: Any, meta: Any) -> None:
+    def __init__(self, txn: lmdb.Transaction, tables: Tables) -> None:
         self._txn = txn
-        self._chunks = chunks
-        self._meta = meta
+        self._chunks, self._meta, self._uses, self._counted = tables
         self._delta = [0, 0]
 
     def get(self, digest: Digest) -> Entry | None:
@@ -103,6 +124,76 @@ class Transaction:
             self._txn.put(b"totals", value, db=self._meta)
             self._delta = [0, 0]
 
+    # --- what is needed: only statistics believe it ---------------------------------------------
+
+    def counted(self) -> dict[Digest, int]:
+        """The documents whose chunks are counted, and the bytes of the files they describe."""
+        return {
+            Digest(bytes(key)): _BYTES.unpack(value)[0]
+            for key, value in self._txn.cursor(db=self._counted)
+        }
+
+    def use(self, digest: bytes) -> Use:
+        """By how many of the counted documents a chunk is needed."""
+        value = self._txn.get(digest, db=self._uses)
+        return Use(0, 0) if value is None else Use(*_USE.unpack(value))
+
+    def used_bytes(self) -> int:
+        """The bytes of all chunks that a counted document needs, each chunk once."""
+        value = self._txn.get(b"used", db=self._meta)
+        size: int = 0 if value is None else _BYTES.unpack(value)[0]
+        return size
+
+    def count(self, document: Digest, size: int, chunks: Mapping[bytes, int]) -> None:
+        """Count a document that is not counted yet; its files have ``size`` bytes."""
+        self._txn.put(document, _BYTES.pack(size), db=self._counted)
+        added = 0
+        for digest, length in chunks.items():
+            old = self.use(digest)
+            if not old.count:
+                old = Use(0, length)
+                added += length
+            self._txn.put(digest, _USE.pack(old.count + 1, old.size), db=self._uses)
+        self._put_used(self.used_bytes() + added)
+
+    def uncount(self, document: Digest, chunks: Mapping[bytes, int]) -> None:
+        """Take a counted document out. If the counts turn out to be wrong, all are forgotten."""
+        freed = 0
+        for digest in chunks:
+            old = self.use(digest)
+            if not old.count:
+                self.recount({}, ())
+                return
+            if old.count == 1:
+                freed += old.size
+                self._txn.delete(digest, db=self._uses)
+            else:
+                self._txn.put(digest, _USE.pack(old.count - 1, old.size), db=self._uses)
+        self._txn.delete(document, db=self._counted)
+        self._put_used(max(0, self.used_bytes() - freed))
+
+    def recount(
+        self, documents: Mapping[Digest, int], uses: Iterable[tuple[bytes, int, int]]
+    ) -> None:
+        """Replace all counts. ``uses`` are chunk, count and size, in the order of the chunks."""
+        total = 0
+
+        def packed() -> Iterator[tuple[bytes, bytes]]:
+            nonlocal total
+            for digest, count, size in uses:
+                total += size
+                yield digest, _USE.pack(count, size)
+
+        for table in (self._uses, self._counted):
+            self._txn.drop(table, delete=False)
+        self._txn.cursor(db=self._uses).putmulti(packed(), append=True)
+        for document, size in documents.items():
+            self._txn.put(document, _BYTES.pack(size), db=self._counted)
+        self._put_used(total)
+
+    def _put_used(self, size: int) -> None:
+        self._txn.put(b"used", _BYTES.pack(size), db=self._meta)
+
 
 class Absent(Transaction):
     """What a transaction shows of an index that is not there: nothing, and changes are lost.
@@ -125,6 +216,9 @@ class Absent(Transaction):
     def totals(self) -> tuple[int, int]:
         return (0, 0)
 
+    def counted(self) -> dict[Digest, int]:
+        return {}
+
     def settle(self) -> None:
         return None
 
@@ -139,21 +233,22 @@ class Database:
         self._use: fsio.FileLock | None = None
         self.env = _open_environment(path, mode)
         try:
-            self.chunks = self.env.open_db(b"chunks", create=create)
-            self.meta = self.env.open_db(b"meta", create=create)
+            self.env.reader_check()  # or killed readers could leave no room for the first one
+            names = (name.encode() for name in Tables._fields)
+            self.tables = Tables(*(self.env.open_db(name, create=create) for name in names))
             self.identity = identity(path)
             self._use = _own_lock(path)
             self._use.shared()  # seen by `is_in_use`
-            _set_modes(path, mode)
+            if create:
+                _set_mode(path, mode)
             with self.env.begin(write=create) as txn:
                 if create:
-                    txn.put(b"schema", SCHEMA, db=self.meta)
-                if txn.get(b"schema", db=self.meta) != SCHEMA:
+                    txn.put(b"schema", SCHEMA, db=self.tables.meta)
+                if txn.get(b"schema", db=self.tables.meta) != SCHEMA:
                     raise lmdb.VersionMismatchError("another schema of this library")
-                counted, _ = Transaction(txn, self.chunks, self.meta).totals()
-                if counted != txn.stat(self.chunks)["entries"]:
+                counted, _ = Transaction(txn, self.tables).totals()
+                if counted != txn.stat(self.tables.chunks)["entries"]:
                     raise lmdb.CorruptedError("its count of chunks is wrong")
-            self.env.reader_check()
         except BaseException:
             self.close()
             raise
@@ -164,11 +259,28 @@ class Database:
             self._use.close()
 
     def begin(self, write: bool) -> lmdb.Transaction:
+        """Begin a transaction; this process has no other one."""
+        if write:
+            self._make_room()
         try:
             return self.env.begin(write=write)
-        except lmdb.MapResizedError:  # another process has a larger map
-            self.env.set_mapsize(0)
-            return self.env.begin(write=write)
+        except lmdb.MapResizedError:  # another process wrote past the end of this one's map
+            self._make_room()
+        except lmdb.ReadersFullError:  # of processes that were killed since this one began, perhaps
+            self.env.reader_check()
+        return self.env.begin(write=write)
+
+    def _make_room(self) -> None:
+        """Map more of the file where the next transaction could reach the end of the map.
+
+        Only a process that is short of address space began with a map that can become too small.
+        """
+        info = self.env.info()
+        needed = (info["last_pgno"] + 1) * _PAGE + HEADROOM
+        if needed > info["map_size"]:
+            # Without address space for more, LMDB says so when it has reached the end.
+            with contextlib.suppress(lmdb.MemoryError):
+                self.env.set_mapsize(2 * needed)
 
 
 def _own_lock(path: Path) -> fsio.FileLock:
@@ -194,7 +306,7 @@ def _open_environment(path: Path, mode: int) -> lmdb.Environment:
             return lmdb.open(
                 str(path),
                 map_size=size,
-                max_dbs=4,
+                max_dbs=8,
                 mode=mode,
                 max_readers=_MAX_READERS,
                 readahead=False,
@@ -207,22 +319,19 @@ def _reserve_lock_file(path: Path, mode: int) -> None:
 
     LMDB writes to it through a mapping: with a hole in it, a full disk is a SIGBUS there.
     """
-    fd = os.open(path / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+    lock = fsio.FileLock.open(path / "lock.mdb", mode)
     try:
-        os.posix_fallocate(fd, 0, _LOCK_FILE_BYTES)
+        os.posix_fallocate(lock.fd, 0, _LOCK_FILE_BYTES)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
     finally:
-        os.close(fd)
+        lock.close()
 
 
-def _set_modes(path: Path, mode: int) -> None:
-    """LMDB creates its files under the process's umask; a shared store has its own."""
-    for file in (path / "data.mdb", path / "lock.mdb"):
-        with contextlib.suppress(PermissionError):  # another user's file: its mode is right
-            if stat.S_IMODE(os.stat(file).st_mode) != mode:  # chmod would spoil the stamp
-                os.chmod(file, mode)
+def _set_mode(path: Path, mode: int) -> None:
+    """LMDB creates its file under the process's umask; a shared store has its own."""
+    os.chmod(path / "data.mdb", mode)
 
 
 def identity(path: Path) -> tuple[int, ...] | None:

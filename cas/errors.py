@@ -148,7 +148,8 @@ class ChunkError(Damaged):
             where = f", needed for bytes {offset}..{offset + length} of {file!r},"
         super().__init__(
             f"chunk {digest}{where} {self.what}{': ' + detail if detail else ''} ({path}); run "
-            "`cas verify` to see what is affected, then export the artifact again to restore it"
+            "`cas verify` to see what is affected, then export the artifact again to restore it, "
+            "or `cas verify --repair --from PATH` with a file that has the bytes"
         )
 
 

@@ -238,10 +238,10 @@ def _dead_writers(context: Context) -> Iterator[str]:
 
 
 def tree_size(path: Path) -> int:
-    """Bytes of the files directly in ``path`` (0 if it is not there)."""
+    """Bytes of the files directly in ``path`` (0 if it is not there, or not for us to read)."""
     try:
         entries = list(os.scandir(path))
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return 0
     total = 0
     for entry in entries:
@@ -312,7 +312,8 @@ def _remove_dead_writers(context: Context) -> int:
     for writer in _dead_writers(context):
         staging = context.layout.staging(writer)
         size = tree_size(staging)
-        if leases.remove_dead(context.layout, writer, partial(fsio.remove_tree, staging)):
+        dead = leases.remove_dead(context.layout, writer, partial(fsio.remove_tree, staging))
+        if dead and not staging.exists():  # of a user who shares nothing, it stays
             freed += size
     with context.index.exclude():  # no rebuild is under way inside a transaction
         for name in os.listdir(context.layout.tmp):

@@ -21,6 +21,9 @@ from cas.errors import (
 from cas.layout import FANOUT, FORMAT, Layout
 from cas.manifest import canonical_json, load_json, require_keys
 
+#: A longer ``cas.json`` is not one, and is not read any further.
+_MAX_HEADER = 64 << 10
+
 
 @dataclass(frozen=True, slots=True)
 class Header:
@@ -59,7 +62,8 @@ def read(layout: Layout) -> Header:
     """
     root = layout.root
     try:
-        data = layout.header.read_bytes()
+        with open(layout.header, "rb") as file:
+            data = file.read(_MAX_HEADER + 1)
     except FileNotFoundError:
         if not root.is_dir() or _is_half_made(layout):
             raise StoreNotFound(root) from None
@@ -79,6 +83,8 @@ def read(layout: Layout) -> Header:
 
 def _parse(root: Path, data: bytes) -> Header:
     try:
+        if len(data) > _MAX_HEADER:
+            raise UsageError(f"more than {_MAX_HEADER} bytes")
         document = load_json(data)
         if not isinstance(document, dict) or "format" not in document:
             raise UsageError("no format")
@@ -148,4 +154,5 @@ def restore_directories(layout: Layout, modes: fsio.Modes) -> None:
 
 def is_writable(layout: Layout) -> bool:
     """Whether this process may create files in the store (False on a read-only mount)."""
-    return all(os.access(path, os.W_OK | os.X_OK) for path in (layout.root, layout.tmp))
+    places = (layout.root, layout.tmp, layout.leases, layout.locks, layout.refs, layout.chunks)
+    return all(os.access(path, os.W_OK | os.X_OK) for path in places)

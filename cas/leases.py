@@ -21,6 +21,8 @@ from cas.digest import DIGEST_SIZE, Digest
 from cas.layout import Layout, is_writer_id
 
 _RECORD = 1 + DIGEST_SIZE
+#: A lease of any length is read in about a MiB of memory, besides what it protects.
+_RECORDS_AT_ONCE = 32768
 
 
 @dataclass(slots=True)
@@ -88,11 +90,14 @@ class Lease:
 def _create(layout: Layout, modes: fsio.Modes) -> tuple[str, fsio.FileLock]:
     while True:
         writer = secrets.token_hex(16)
-        fsio.step("create", layout.lease(writer))
-        lock = fsio.FileLock.open(layout.lease(writer), modes.file)
-        # A gc may have seen the file before it was locked, taken it for a dead one and removed
-        # it: then it is locked now, or the path names something else. Take another name.
-        if lock.try_exclusive() and lock.is_current():
+        path = layout.lease(writer)
+        fsio.step("create", path)
+        lock = fsio.FileLock.create(path, modes.file, locked=True)
+        if lock is None:
+            continue
+        # Where it could be seen before it was locked, a gc may have taken it for a dead one and
+        # removed it: then the path names something else, or nothing. Take another name.
+        if lock.is_current():
             return writer, lock
         lock.close()
 
@@ -103,7 +108,8 @@ def read_live(layout: Layout) -> Leased:
     for writer in _writers(layout):
         with contextlib.suppress(FileNotFoundError), _probe(layout, writer) as lock:
             if not lock.try_exclusive():
-                leased.add_records(_read(lock.fd))
+                for piece in _pieces(lock.fd):
+                    leased.add_records(piece)
     return leased
 
 
@@ -151,14 +157,14 @@ def _probe(layout: Layout, writer: str) -> Iterator[fsio.FileLock]:
         lock.close()
 
 
-def _read(fd: int) -> bytes:
-    """All of a file, through a descriptor: its name may be gone by now."""
-    pieces = []
+def _pieces(fd: int) -> Iterator[bytes]:
+    """A file in pieces of whole records, through a descriptor: its name may be gone by now."""
     offset = 0
-    while piece := os.pread(fd, 1 << 20, offset):
-        pieces.append(piece)
+    while piece := os.pread(fd, _RECORDS_AT_ONCE * _RECORD, offset):
+        yield piece
+        if len(piece) % _RECORD:
+            return  # the torn last record; pread gives less than was asked for only at the end
         offset += len(piece)
-    return b"".join(pieces)
 
 
 def _writers(layout: Layout) -> list[str]:

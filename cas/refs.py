@@ -172,7 +172,7 @@ def create(
     directory = layout.ref_dir(name)
     fsio.create_file(temporary, f"{manifest}\n".encode(), mode=modes.data, sync=True)
     try:
-        fsio.make_directory(directory, modes.directory)
+        _make_name(directory, temporary.with_name("name"), modes)
         fsio.sync_path(layout.refs)
         generation = max(generations(layout, name), default=0) + 1
         if generation > MAX_GENERATION:
@@ -183,6 +183,17 @@ def create(
     finally:
         fsio.unlink(temporary)  # also after a failure, so that the writer can try again
     return Ref(name, generation, manifest)
+
+
+def _make_name(directory: Path, temporary: Path, modes: fsio.Modes) -> None:
+    """Make the directory of a name, with its mode from the first moment that it is there.
+
+    Whoever is killed in between leaves nothing that other users of a shared store cannot open.
+    """
+    if directory.is_dir():
+        return
+    fsio.make_directory(temporary, modes.directory)
+    fsio.rename(temporary, directory)
 
 
 def remove(layout: Layout, ref: RefId) -> bool:

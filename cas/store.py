@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from cas import fsio, header, refs
+from cas import fsio, header, refs, sharing
 from cas.actions import Actions
 from cas.assemble import assembling
 from cas.chunking import DEFAULT_CHUNK_SIZE
@@ -22,6 +23,8 @@ from cas.manifest import Manifest
 from cas.progress import SILENT, Progress
 from cas.refs import Ref, RefId
 from cas.writer import Writer, open_writer
+
+logger = logging.getLogger(__name__)
 
 
 class Store:
@@ -165,6 +168,9 @@ class Store:
     def set_config(self, key: str, value: str) -> Config:
         """Change one setting of the store and return the new configuration.
 
+        A new ``umask`` is applied to what is in the store already; a warning says how many files
+        belong to other users, who have to change theirs.
+
         Raises:
             UsageError, ReadOnlyStore
         """
@@ -174,8 +180,16 @@ class Store:
             config = Config.load(layout).with_value(key, value)  # others may have changed it
             config.save(layout, layout.staging(lease.id) / "config", self.context.modes)
         self.context.config = config
-        if config.umask is not None:
-            self.context.modes = fsio.Modes(config.umask)
+        if key == "umask" and config.umask is not None:
+            self.context.modes = self.context.index.modes = fsio.Modes(config.umask)
+            foreign = sharing.adjust(layout, self.context.modes).foreign
+            if foreign:
+                logger.warning(
+                    "%d files in %s belong to other users and keep their permissions; let their "
+                    "owners, or root, set the umask again",
+                    foreign,
+                    layout.root,
+                )
         return config
 
     # --- reading --------------------------------------------------------------------------------

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -25,11 +26,12 @@ _STAMP_EVERY = 1024
 class Report:
     """What verify found.
 
-    ``damaged`` chunks were moved to quarantine; ``missing`` chunks are named by a manifest but not
-    there (a damaged one is both, from now on). ``problems`` are refs and manifests that cannot be
-    read. ``complete`` is False if the time ran out before every chunk was hashed. Action records
-    are all checked; ``damaged_records``, by key, were moved to quarantine. One that names a chunk
-    which is gone is no damage: whoever looks for it computes again.
+    ``damaged`` chunks were moved to quarantine, unless ``report_only``; ``missing`` chunks are
+    named by a manifest but not there (a damaged one is both, from now on). ``problems`` are refs
+    and manifests that cannot be read. ``complete`` is False if the time ran out before every chunk
+    was hashed. Action records are all checked; ``damaged_records``, by key, were moved to
+    quarantine. One that names a chunk which is gone is no damage: whoever looks for it computes
+    again.
     """
 
     checked_chunks: int
@@ -41,6 +43,7 @@ class Report:
     complete: bool
     checked_records: int = 0
     damaged_records: tuple[Digest, ...] = ()
+    report_only: bool = False
 
     @property
     def clean(self) -> bool:
@@ -57,22 +60,30 @@ class _Found:
 
 
 def verify(
-    store: Store, *, max_duration: float | None = None, progress: Progress = SILENT
+    store: Store,
+    *,
+    max_duration: float | None = None,
+    report_only: bool = False,
+    progress: Progress = SILENT,
 ) -> Report:
     """Check chunks (least recently verified first), then manifests and refs.
 
     Args:
         max_duration: seconds after which no further chunk is hashed; the next run goes on there.
-
-    Raises:
-        ReadOnlyStore: setting damaged chunks aside needs a store that can be written.
+        report_only: change nothing. A store that is read-only here is always checked so: what was
+            verified when is not known then, and a bounded run checks a random part.
     """
     context = store.context
-    context.require_writable("verify (it sets damaged chunks aside)")
-    found = _check_chunks(context, max_duration, progress)
-    context.index.reconcile()
-    missing, affected, problems = _check_refs(context)
-    records, damaged_records = actions.set_aside_damaged(context)
+    report_only = report_only or context.read_only
+    if report_only:
+        todo = _all_chunks(context, in_any_order=max_duration is not None)
+    else:
+        todo = _oldest_first(context)
+    found = _check_chunks(context, todo, max_duration, report_only, progress)
+    if not report_only:
+        context.index.reconcile()
+    missing, affected, problems = _check_refs(context, set(found.damaged) if report_only else ())
+    records, damaged_records = actions.set_aside_damaged(context, report_only=report_only)
     return Report(
         found.checked,
         found.size,
@@ -83,16 +94,23 @@ def verify(
         found.complete,
         records,
         tuple(damaged_records),
+        report_only,
     )
 
 
 # --- chunks -------------------------------------------------------------------------------------
 
 
-def _check_chunks(context: Context, max_duration: float | None, progress: Progress) -> _Found:
-    todo = _oldest_first(context)
+def _check_chunks(
+    context: Context,
+    todo: list[tuple[Digest, int]],
+    max_duration: float | None,
+    report_only: bool,
+    progress: Progress,
+) -> _Found:
     progress.start("verify", sum(size for _, size in todo))
     deadline = None if max_duration is None else context.clock() + max_duration
+    confirm, stamp = (_is_damaged, _no_stamp) if report_only else (_quarantine, _stamp)
     found = _Found()
     good: dict[Digest, int] = {}
     seen = 0
@@ -105,12 +123,12 @@ def _check_chunks(context: Context, max_duration: float | None, progress: Progre
         progress.advance(size)
         if error is None:
             good[digest] = size
-        elif _quarantine(context, digest):
+        elif confirm(context, digest):
             found.damaged.append(digest)
         if len(good) >= _STAMP_EVERY:
-            _stamp(context, good)
+            stamp(context, good)
             good = {}
-    _stamp(context, good)
+    stamp(context, good)
     progress.finish()
     found.complete = seen == len(todo)
     return found
@@ -118,6 +136,14 @@ def _check_chunks(context: Context, max_duration: float | None, progress: Progre
 
 def _over(context: Context, deadline: float | None) -> bool:
     return deadline is not None and context.clock() >= deadline
+
+
+def _all_chunks(context: Context, *, in_any_order: bool) -> list[tuple[Digest, int]]:
+    """Without the index. In a new order each time, many bounded runs come to see every chunk."""
+    listed = sorted(_sizes(context).items())
+    if in_any_order:
+        random.shuffle(listed)
+    return listed
 
 
 def _oldest_first(context: Context) -> list[tuple[Digest, int]]:
@@ -169,6 +195,18 @@ def _check_one(context: Context, digest: Digest, size: int) -> ChunkError | None
     return None
 
 
+def is_good(context: Context, digest: Digest) -> bool:
+    """Whether the chunk is there and its bytes are what the digest says."""
+    size = chunkfiles.size_on_disk(context.layout.chunk(digest))
+    return size is not None and _check_one(context, digest, size) is None
+
+
+def _is_damaged(context: Context, digest: Digest) -> bool:
+    """Whether a chunk is still there, and still damaged: a writer may have replaced it."""
+    size = chunkfiles.size_on_disk(context.layout.chunk(digest))
+    return size is not None and _check_one(context, digest, size) is not None
+
+
 def _quarantine(context: Context, digest: Digest) -> bool:
     """Set a chunk aside if it is still damaged now that nobody can replace it."""
     path = context.layout.chunk(digest)
@@ -199,11 +237,20 @@ def _stamp(context: Context, good: dict[Digest, int]) -> None:
                 txn.put(digest, Entry(size, old.last_seen if old else now, now))
 
 
+def _no_stamp(context: Context, good: dict[Digest, int]) -> None:
+    """What only reports changes no stamp."""
+
+
 # --- manifests and refs -------------------------------------------------------------------------
 
 
-def _check_refs(context: Context) -> tuple[set[Digest], list[str], list[str]]:
-    """(missing chunks, refs that cannot be assembled, what cannot be read)."""
+def _check_refs(
+    context: Context, damaged: Collection[Digest] = ()
+) -> tuple[set[Digest], list[str], list[str]]:
+    """(missing chunks, refs that cannot be assembled, what cannot be read).
+
+    ``damaged`` chunks lie in their places, and count as missing.
+    """
     missing: set[Digest] = set()
     affected: list[str] = []
     problems: list[str] = []
@@ -215,7 +262,11 @@ def _check_refs(context: Context) -> tuple[set[Digest], list[str], list[str]]:
             if digest not in verdicts:
                 verdicts[digest] = False
                 wanted = context.load_manifest(digest).chunks()
-                lost = {d for d, size in wanted.items() if not _is_there(context, present, d, size)}
+                lost = {
+                    d
+                    for d, size in wanted.items()
+                    if d in damaged or not _is_there(context, present, d, size)
+                }
                 if lost and _is_removed(context, ref_id):
                     del verdicts[digest]  # another ref may still need it
                     continue

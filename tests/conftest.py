@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from cas import Store
+from cas.testing.stores import open_store, scratch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -13,6 +17,20 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def repository() -> Path:
     """The root of the source tree."""
     return REPOSITORY
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """An empty directory in memory, for stores and what comes out of them."""
+    with scratch() as path:
+        yield path
+
+
+@pytest.fixture
+def store(root: Path) -> Iterator[Store]:
+    """A new store with small chunks, in ``root / "s"``."""
+    with open_store(root / "s") as opened:
+        yield opened
 
 
 @pytest.fixture(autouse=True)

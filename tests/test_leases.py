@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from cas import fsio, leases
 from cas.digest import Digest
 from cas.layout import Layout
 from cas.leases import Lease, Leased
-from cas.testing import Child, Interleaving, step_hook
+from cas.testing import Child, Interleaving, forked, step_hook
 from cas.testing.processes import children
 from cas.testing.stores import open_store, scratch
 from cas.testing.strategies import no_deadlines
@@ -124,9 +125,31 @@ def test_a_damaged_kind_still_protects(bit: int) -> None:
     assert leased.chunks == {A}
 
 
-def test_a_gc_that_takes_a_lease_for_dead_before_it_is_locked_costs_only_the_name(
-    layout: Layout,
+def test_a_lease_is_held_from_the_moment_that_it_can_be_seen(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    real = fsio._link_unnamed
+
+    def look(fd: int, path: Path) -> bool:
+        done = real(fd, path)
+        assert leases.is_live(layout, path.name)
+        assert path.stat().st_mode & 0o777 == 0o644
+        return done
+
+    monkeypatch.setattr(fsio, "_link_unnamed", look)
+    old = os.umask(0o077)
+    try:
+        Lease(layout, MODES).close()
+    finally:
+        os.umask(old)
+
+
+def test_a_gc_that_takes_a_lease_for_dead_before_it_is_locked_costs_only_the_name(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On filesystems without unnamed files the lease is seen before it is locked."""
+    monkeypatch.setattr(fsio, "_open_unnamed", lambda directory: None)
+
     def gc_comes() -> None:  # between the file's creation and its lock
         for name in os.listdir(layout.leases):
             leases.remove_dead(layout, name, lambda: None)
@@ -145,9 +168,26 @@ def test_a_gc_that_takes_a_lease_for_dead_before_it_is_locked_costs_only_the_nam
         lease = Lease(layout, MODES)
     finally:
         fsio.FileLock.try_exclusive = real  # type: ignore[method-assign]
+    assert calls and lease.id
     lease.add_chunks([A])
     assert leases.read_live(layout).chunks == {A}
     assert os.listdir(layout.leases) == [lease.id]
+    lease.close()
+
+
+def test_a_lease_of_any_length_is_read_in_little_memory(layout: Layout) -> None:
+    lease = Lease(layout, MODES)
+    lease.add_chunks([A])
+    os.truncate(layout.lease(lease.id), 300 << 20)  # a hole, read as nine million equal records
+
+    def read() -> int:
+        limit = 64 << 20
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found = leases.read_live(layout)
+        assert found.chunks == {A, Digest(bytes(32))}
+        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < limit
+
+    assert forked(read)
     lease.close()
 
 

@@ -113,6 +113,45 @@ def test_a_missing_chunk_is_named_with_its_artifacts(store: Store) -> None:
     assert_sound(store)
 
 
+def tree(store: Store) -> dict[Path, tuple[int, int]]:
+    return {
+        path: (path.stat().st_mtime_ns, path.stat().st_size)
+        for path in store.path.rglob("*")
+        if path.is_file() and path.parent.name != "index"
+    }
+
+
+@pytest.mark.parametrize("how", ["report_only", "read_only"])
+def test_a_report_names_the_same_and_changes_nothing(store: Store, how: str) -> None:
+    damaged, missing = shared_chunk(store), store.context.layout.chunk(Digest.of(ONE[-CHUNK:]))
+    flip_bit(damaged, 11)
+    missing.unlink()
+    before = tree(store)
+    with Store.open(store.path, read_only=how == "read_only") as reader:
+        report = verify.verify(reader, report_only=how == "report_only")
+    assert tree(store) == before
+    assert report.report_only and not report.clean
+    assert report.damaged == (Digest(bytes.fromhex(damaged.name)),)
+    assert {digest.hex() for digest in report.missing} == {damaged.name, missing.name}
+    assert report.affected_refs == ("one@1", "two@1")
+    found = verify.verify(store)
+    assert (found.damaged, found.missing) == (report.damaged, report.missing)
+    assert (found.affected_refs, found.checked_chunks) == (
+        report.affected_refs,
+        report.checked_chunks,
+    )
+
+
+def test_bounded_reports_come_to_see_every_chunk(store: Store, clock: Clock) -> None:
+    """What was verified when is not known without an index, so each takes another part."""
+    flip_bit(shared_chunk(store))
+    clock.step = 1
+    with Store.open(store.path, read_only=True, clock=clock, workers=1) as reader:
+        reports = [verify.verify(reader, max_duration=3) for _ in range(60)]
+    assert all(0 < report.checked_chunks < 5 and not report.complete for report in reports)
+    assert {len(report.damaged) for report in reports} == {0, 1}
+
+
 def test_damaged_garbage_affects_nobody(store: Store) -> None:
     store.remove("three")
     flip_bit(store.context.layout.chunk(Digest.of(contents(3, 100))))

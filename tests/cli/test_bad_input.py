@@ -65,12 +65,18 @@ def test_a_store_that_cannot_be_written_still_serves_readers(
     run: Run, filled: Filled, tmp_path: Path, frozen: Callable[[Path], None]
 ) -> None:
     frozen(filled.path)
-    for command in (("ls",), ("show", "other"), ("stats",), ("assemble", "other", "-o", "out")):
-        if command[0] == "assemble":
-            command = ("assemble", "other", "-o", str(tmp_path / "out"))
+    assemble = ("assemble", "other", "-o", str(tmp_path / "out"))
+    for command in (("ls",), ("show", "other"), ("stats",), ("verify",), ("config",), assemble):
         assert run(*command).code == 0, command
     assert (tmp_path / "out" / "weights.bin").read_bytes() == filled.other
-    for command in (("rm", "other"), ("gc",), ("verify",), ("config", "set", "grace", "1h")):
+    for command in (
+        ("rm", "other"),
+        ("gc",),
+        ("verify", "--repair"),
+        ("verify", "--drop-quarantine"),
+        ("verify", "--rebuild-index"),
+        ("config", "set", "grace", "1h"),
+    ):
         outcome = run(*command)
         assert outcome.code == 5, command
         assert "read-only" in outcome.err

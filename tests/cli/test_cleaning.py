@@ -106,8 +106,15 @@ def test_verify_of_a_whole_store_finds_nothing(run: Run, filled: Filled) -> None
         "missing": [],
         "affected_refs": [],
         "repaired": [],
+        "still_missing": [],
+        "still_affected_refs": [],
+        "checked_records": 0,
+        "damaged_records": [],
         "problems": [],
         "complete": True,
+        "dry_run": False,
+        "dropped": [],
+        "dropped_bytes": 0,
     }
     assert "no damage found" in run("verify").out
 
@@ -162,6 +169,98 @@ def test_putting_the_same_bytes_again_heals(run: Run, filled: Filled, tmp_path: 
     assert run("verify").code == 0
     assert run("assemble", "other@1", "-o", tmp_path / "out").code == 0
     assert (tmp_path / "out" / "weights.bin").read_bytes() == filled.other
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_verify_repairs_from_a_file_of_the_artifact(
+    run: Run, filled: Filled, tmp_path: Path, how: str
+) -> None:
+    (tmp_path / "copy.bin").write_bytes(filled.other)
+    chunk = filled.chunk_of(filled.other)
+    damage(chunk, how)
+    lost = f"blake3:{chunk.name}"
+    tried = run("verify", "--repair", "--from", tmp_path, "--dry-run", "--json")
+    assert (tried.code, tried.json["repaired"]) == (0, [lost])
+    assert f"could be repaired {lost}" in run("verify", "-n", "--repair", "--from", tmp_path).out
+    assert run("verify", "-n", "--json").json["missing"] == [lost], "trying it changes nothing"
+    done = run("verify", "--repair", "--from", tmp_path / "copy.bin", "--json")
+    assert done.code == 0
+    assert done.json["repaired"] == done.json["missing"] == [lost]
+    assert (done.json["affected_refs"], done.json["still_affected_refs"]) == (["other@1"], [])
+    assert run("verify").code == 0
+    assert run("assemble", "other", "-o", tmp_path / "out").code == 0
+    assert (tmp_path / "out" / "weights.bin").read_bytes() == filled.other
+
+
+def test_verify_tells_what_it_could_not_repair_and_what_helps(
+    run: Run, filled: Filled, tmp_path: Path
+) -> None:
+    (tmp_path / "half.bin").write_bytes(filled.other[:CHUNK] + bytes(2 * CHUNK + 17))
+    first, second = filled.chunk_of(filled.other), filled.chunk_of(filled.other[CHUNK:])
+    damage(first, "deleted")
+    damage(second, "one bit flipped")
+    outcome = run("verify", "--repair", "--from", tmp_path / "half.bin")
+    assert outcome.code == 4
+    assert f"repaired blake3:{first.name}" in outcome.out
+    where = f"bytes {CHUNK}..{2 * CHUNK} of weights.bin of other@1"
+    assert f"still missing blake3:{second.name} ({where})" in outcome.out
+    assert "cannot be assembled: other@1" in outcome.out
+    assert "cas verify --repair --from PATH" in outcome.err
+    found = run("verify", "--repair", "--json")
+    assert found.code == 4
+    assert found.json["still_missing"] == [f"blake3:{second.name}"]
+    assert found.json["still_affected_refs"] == ["other@1"]
+
+
+def test_the_quarantine_can_be_emptied(run: Run, filled: Filled) -> None:
+    chunk = filled.chunk_of(filled.other)
+    damage(chunk, "one bit flipped")
+    assert run("verify").code == 4
+    kept = run("verify", "--drop-quarantine")
+    assert f"kept {chunk.name}: other@1 needs it" in kept.out
+    with cas.Store.open(filled.path) as store:
+        commit(store, "other", filled.other)
+    tried = run("verify", "--drop-quarantine", "--dry-run", "--json").json
+    assert (tried["dropped"], tried["dropped_bytes"]) == ([chunk.name], CHUNK)
+    assert run("stats", "--json").json["quarantined_bytes"] == CHUNK
+    outcome = run("verify", "--drop-quarantine")
+    assert outcome.code == 0
+    assert "deleted 1 files in quarantine, 64.0 KiB" in outcome.out
+    assert run("stats", "--json").json["quarantined_bytes"] == 0
+
+
+def test_the_quarantine_can_be_emptied_by_force(run: Run, filled: Filled) -> None:
+    damage(filled.chunk_of(filled.other), "one bit flipped")
+    assert run("verify").code == 4
+    assert len(run("verify", "--drop-quarantine", "--force", "--json").json["dropped"]) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--from", "x"), ("--force",), ("--rebuild-index", "--dry-run")], ids=" ".join
+)
+def test_options_of_verify_that_make_no_sense_alone(
+    run: Run, filled: Filled, arguments: tuple[str, ...]
+) -> None:
+    assert run("verify", *arguments).code == 2
+
+
+def test_a_file_to_repair_from_that_does_not_exist(run: Run, filled: Filled) -> None:
+    outcome = run("verify", "--repair", "--from", "nowhere.bin")
+    assert outcome.code == 3
+    assert "there is no nowhere.bin to repair from" in outcome.err
+
+
+def test_consumers_verify_and_are_told_that_nothing_was_set_aside(
+    run: Run, filled: Filled, tmp_path: Path
+) -> None:
+    chunk = filled.chunk_of(filled.other)
+    damage(chunk, "one bit flipped")
+    outcome = run("verify", env={"CAS_READONLY": "1"})
+    assert outcome.code == 4
+    assert f"damaged blake3:{chunk.name}" in outcome.out
+    assert "left where it is" in outcome.err
+    assert chunk.exists()
+    assert run("--read-only", "assemble", "models/one", "-o", tmp_path / "out").code == 0
 
 
 def test_verify_can_stop_and_go_on(run: Run, filled: Filled) -> None:
