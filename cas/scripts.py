@@ -102,7 +102,7 @@ def _prepare(script: Script) -> tuple[CodeType, ModuleType]:
     if script.is_module:
         return _prepare_module(script)
     # As in the interpreter: relative to where it started, and otherwise as it was written.
-    path = os.path.join(os.getcwd(), script.target.removeprefix(f".{os.sep}"))
+    path = os.path.join(os.getcwd(), script.target)
     sys.argv[:] = [script.target, *script.arguments]
     if _is_container(path):
         return _prepare_container(script, path)
