@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -60,12 +61,15 @@ def memory_of(pid: int) -> Memory:
     return Memory(anon, total)
 
 
-def measure(spec: dict[str, Any], *, prefix: list[str] | None = None) -> Measured:
-    """Run one workload; ``prefix`` is a command to run it under."""
+def measure(
+    spec: dict[str, Any], *, prefix: list[str] | None = None, log: Path = Path(os.devnull)
+) -> Measured:
+    """Run one workload; ``prefix`` is a command to run it under, ``log`` gets what it says."""
     command = [*(prefix or []), sys.executable, str(WORKLOAD), json.dumps(spec)]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    with open(log, "ab") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
     assert process.stdin and process.stdout
     with process:
         if not _expect(process.stdout, "idle"):

@@ -66,6 +66,11 @@ def write_checkpoint(width: int, layers: int, path: Path) -> None:
 
 
 def lower(model: Stack, spec: dict[str, Any]) -> Any:
+    if spec["backend"] == "cuda":
+        from cuda_flow import lower_to_cuda
+
+        return lower_to_cuda(model, {"forward": (torch.randn(1, spec["width"]),)}, spec)
+
     from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
 
     exported = export(model, (torch.randn(1, spec["width"]),), strict=spec["strict"])
@@ -85,7 +90,11 @@ def lower(model: Stack, spec: dict[str, Any]) -> Any:
 
 
 def run_stock(model: Callable[[], Stack], spec: dict[str, Any], out: Path) -> None:
-    program = lower(model(), spec)
+    save_stock(lower(model(), spec), out)
+
+
+def save_stock(program: Any, out: Path) -> None:
+    """Write a program's files as a user of ExecuTorch does."""
     out.mkdir(parents=True, exist_ok=True)
     with open(out / "model.pte", "wb") as file:
         program.write_to_file(file)
@@ -124,7 +133,17 @@ def run(spec: dict[str, Any], out: Path) -> dict[str, Any]:
         extra = run_cas(model, spec, out)
     else:
         run_stock(model, spec, out)
-    return {"seconds": time.monotonic() - loaded_at, **extra}
+    return {"seconds": time.monotonic() - loaded_at, **device_memory(), **extra}
+
+
+def device_memory() -> dict[str, int]:
+    """The most that torch held on the GPU; nothing without one."""
+    if not torch.cuda.is_initialized():
+        return {}
+    return {
+        "vram_allocated": torch.cuda.max_memory_allocated(),
+        "vram_reserved": torch.cuda.max_memory_reserved(),
+    }
 
 
 def sha256(path: Path) -> str:
@@ -140,6 +159,9 @@ def main() -> None:
     run(warm, Path(spec["out"] + ".warm"))  # imports and first-use state belong to the base
     print("idle", flush=True)
     sys.stdin.readline()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     out = Path(spec["out"])
     result = run(spec, out)
     print("done", flush=True)
