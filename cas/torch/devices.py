@@ -172,7 +172,10 @@ class TorchCuda:
 
     def copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
+            # On its way to the host, torch conjugates and negates in the target, and does not wait
+            # for an asynchronous copy to end first.
+            plain = source.resolve_conj().resolve_neg()
+            target.copy_(plain, non_blocking=True)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         # A waiting worker sleeps: a spinning one would take a core from those that hash.

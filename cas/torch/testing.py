@@ -307,9 +307,10 @@ def _row_major(tensor: torch.Tensor) -> bytes:
     """The same bytes the simple way, on the host."""
     if not tensor.numel():
         return b""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    if plain.element_size() == 1:
+    plain = tensor.detach()
+    if plain.element_size() == 1:  # not every such dtype can be copied as what it is
         plain = plain.view(torch.uint8)
+    plain = plain.cpu().resolve_conj().resolve_neg()
     return plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
