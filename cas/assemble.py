@@ -189,6 +189,7 @@ class Assembly:
                 into[:] = part.data if isinstance(part, DataPart) else bytes(part.length)
             position += part.length
         fsio.write_all(fd, view[:position], span.offset)
+        fsio.begin_write_out(fd, span.offset, position)
         return buffer
 
     def _read(self, part: ChunkPart, into: memoryview, need: Need) -> None:

@@ -104,7 +104,7 @@ def create_begun(path: Path, data: Buffer, *, mode: int) -> int:
     Returns a descriptor for `end_write_out`, which the caller closes.
     """
     fd = _create(path, data, mode, False)
-    _sync_file_range(fd, _RANGE_WRITE)
+    begin_write_out(fd, 0, 0)
     return fd
 
 
@@ -167,6 +167,14 @@ def sync_filesystem(path: Path) -> None:
         os.close(fd)
 
 
+def begin_write_out(fd: int, offset: int, length: int) -> None:
+    """Start to write what is dirty in a range (to the end with length 0), and do not wait.
+
+    The disk works while the next bytes are made; a sync at the end finds less to do.
+    """
+    _sync_file_range(fd, offset, length, _RANGE_WRITE)
+
+
 def end_write_out(fd: int) -> None:
     """Write what is dirty of a file and wait for all of it, without its metadata.
 
@@ -176,17 +184,17 @@ def end_write_out(fd: int) -> None:
         OSError: a page could not be written. It may be the only report of that: whoever opens the
             file afterwards counts as knowing.
     """
-    _sync_file_range(fd, _RANGE_WAIT_BEFORE | _RANGE_WRITE | _RANGE_WAIT_AFTER)
+    _sync_file_range(fd, 0, 0, _RANGE_WAIT_BEFORE | _RANGE_WRITE | _RANGE_WAIT_AFTER)
 
 
 # The flags of sync_file_range(2).
 _RANGE_WAIT_BEFORE, _RANGE_WRITE, _RANGE_WAIT_AFTER = 1, 2, 4
 
 
-def _sync_file_range(fd: int, flags: int) -> None:
-    """sync_file_range(2) of a whole file. Where it is not supported, the later sync does it all."""
+def _sync_file_range(fd: int, offset: int, length: int, flags: int) -> None:
+    """sync_file_range(2). Where it is not supported, the later sync does all the work."""
     if _libc.sync_file_range(
-        ctypes.c_int(fd), ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(flags)
+        ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(length), ctypes.c_uint(flags)
     ):
         number = ctypes.get_errno()
         if number in (errno.EIO, errno.ENOSPC, errno.EDQUOT):

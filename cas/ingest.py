@@ -7,6 +7,7 @@ are; a stream is read into a ring of buffers, so the memory held does not depend
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import queue
@@ -35,9 +36,12 @@ if TYPE_CHECKING:
 
 #: Staged bytes after which they are published, so that a crash late in a long write costs little.
 BARRIER_BYTES = 256 << 20
-#: A larger chunk's bytes are written out by the worker that staged it, beside the others' hashing,
-#: so that the syncs of the barrier find one journal commit to do.
+#: A larger chunk is on its way to the disk as soon as it is staged, so that the syncs of the
+#: barrier find one journal commit to do. Smaller ones are left to the barrier.
 WRITE_OUT_EACH = 256 << 10
+#: Bytes that may be on their way to the disk: enough to keep it busy while others hash, few enough
+#: that a memory limit does not stop the writing.
+WRITING_BYTES = 64 << 20
 #: Pieces staged after which they are published too: the mutex is held for each of them.
 BARRIER_CHUNKS = 2048
 #: From this many smaller files on, one syncfs is cheaper than as many syncs.
@@ -70,6 +74,50 @@ class Counters:
     new_chunks: int = 0
 
 
+class WriteBehind:
+    """Files on their way to the disk: beyond ``limit`` bytes, who adds one waits for the oldest."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._mutex = threading.Lock()
+        self._files: deque[tuple[int, int]] = deque()
+        self._bytes = 0
+
+    def add(self, fd: int, size: int) -> None:
+        """Take over a descriptor from `fsio.create_begun`.
+
+        Raises:
+            OSError: this or an older file could not be written.
+        """
+        with self._mutex:
+            self._files.append((fd, size))
+            self._bytes += size
+        self._wait(self._limit)
+
+    def drain(self) -> None:
+        """Wait for all; raises as `add` does."""
+        self._wait(0)
+
+    def close(self) -> None:
+        """Wait for none."""
+        with self._mutex:
+            files, self._files, self._bytes = self._files, deque(), 0
+        for fd, _ in files:
+            os.close(fd)
+
+    def _wait(self, limit: int) -> None:
+        while True:
+            with self._mutex:
+                if self._bytes <= limit or not self._files:
+                    return
+                fd, size = self._files.popleft()
+                self._bytes -= size
+            try:
+                fsio.end_write_out(fd)
+            finally:
+                os.close(fd)
+
+
 class Ingest:
     """One writer's ingest. `put` may be called from several threads."""
 
@@ -82,6 +130,7 @@ class Ingest:
         self._mutex = threading.Lock()
         self._telling = threading.Lock()
         self._buffers = Buffers()
+        self._writing = WriteBehind(WRITING_BYTES)
         self._broken: OSError | None = None
         self._publishing = threading.Lock()
         self._settled: dict[Digest, int] = {}
@@ -299,10 +348,14 @@ class Ingest:
             )
 
     def _write(self, view: memoryview, path: Path) -> None:
+        mode = self._context.modes.data
         with fsio.os_errors(path):
-            large = len(view) >= WRITE_OUT_EACH
-            mode = self._context.modes.data
-            fsio.create_file(path, view, mode=mode, sync=False, write_out=large)
+            if len(view) < WRITE_OUT_EACH:
+                fsio.create_file(path, view, mode=mode, sync=False)
+                return
+            fd = fsio.create_begun(path, view, mode=mode)
+            with self._breaking(()):
+                self._writing.add(fd, len(view))
 
     def _copy_and_write(self, digest: Digest, view: memoryview, path: Path) -> None:
         """Write a chunk from a copy that has the digest, whatever happens to the source.
@@ -338,12 +391,13 @@ class Ingest:
             if not batch:
                 return
             with fsio.os_errors(self._layout.root):
-                self._sync_or_break(batch)
+                self._sync(batch)
                 self._move(batch)
             self._buffers = Buffers()  # what follows, an assembly perhaps, has buffers of its own
 
-    def _sync_or_break(self, batch: dict[Digest, int]) -> None:
-        """Sync; a failure other than a full disk ends this writer's publishing for good.
+    @contextlib.contextmanager
+    def _breaking(self, but: tuple[int, ...]) -> Iterator[None]:
+        """An `OSError` in the block, with another number than ``but``, ends all publishing.
 
         After a failed sync the kernel may count the lost pages as clean, so a second one can
         succeed without having written them.
@@ -351,19 +405,22 @@ class Ingest:
         if self._broken is not None:
             raise self._broken
         try:
-            self._sync(batch)
+            yield
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in but:
                 self._broken = error
             raise
 
     def _sync(self, batch: dict[Digest, int]) -> None:
-        small = sum(size < WRITE_OUT_EACH for size in batch.values())
-        if small >= SYNCFS_FILES:
-            fsio.sync_filesystem(self._layout.tmp)
-            return
-        for digest in batch:
-            fsio.sync_path(self._layout.staged(self._lease.id, digest))
+        with self._breaking(()):
+            self._writing.drain()
+        with self._breaking((errno.ENOSPC, errno.EDQUOT)):
+            small = sum(size < WRITE_OUT_EACH for size in batch.values())
+            if small >= SYNCFS_FILES:
+                fsio.sync_filesystem(self._layout.tmp)
+                return
+            for digest in batch:
+                fsio.sync_path(self._layout.staged(self._lease.id, digest))
 
     def _move(self, batch: dict[Digest, int]) -> None:
         now = self._context.now()
@@ -379,6 +436,7 @@ class Ingest:
     def close(self) -> None:
         """Stop the threads; what they have begun is finished first."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._writing.close()
 
 
 def _as_bytes(data: Buffer) -> memoryview:
