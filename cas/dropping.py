@@ -7,10 +7,11 @@ import os
 from collections.abc import Iterable
 
 from cas import chunkfiles, fsio, refs
+from cas.actions import RecordFile, Records, evict
 from cas.context import Context
 from cas.digest import Digest
 from cas.errors import CasError, RefDamaged, RefNotFound
-from cas.marking import Marks, action_chunks, generations, recorded_actions
+from cas.marking import Marks, generations
 from cas.refs import RefId
 from cas.retention import Action, Chunks, Generation, Holdings, Policy, Root, choose
 
@@ -24,22 +25,22 @@ def find(context: Context, marks: Marks, policy: Policy) -> tuple[list[Root], in
     if policy.is_empty or _fits(context, policy):
         return [], 0
     found = generations(context, marks.problems)
-    records = recorded_actions(context)
+    records = marks.look_at_records(context)
+    actions = [Action(key, kept.entry.last_used) for key, kept in records.kept.items()]
     holdings = None
     if policy.max_bytes is not None:
-        holdings = _weigh(context, marks, found, records)
+        holdings = _weigh(context, marks, [*found, *actions], records)
     if marks.problems:
         return [], 0
     try:
-        drops = choose(policy, found, records, context.clock(), holdings)
+        drops = choose(policy, found, actions, context.clock(), holdings)
     except CasError as error:  # removed by hand, or by another gc, since it was weighed
         marks.problems["policy"] = f"what is there changed meanwhile: {error}"
         return [], 0
     if holdings is None or policy.max_bytes is None:
         return drops, 0
-    keys = {record.key for record in records}
     marks.chunks.update(holdings.chunks)
-    marks.manifests.update(digest for digest in holdings.documents if digest not in keys)
+    marks.manifests.update(d for d in holdings.documents if d not in records.kept)
     return drops, max(0, holdings.bytes - policy.max_bytes)
 
 
@@ -51,18 +52,17 @@ def drop(context: Context, policy: Policy, roots: Iterable[Root]) -> list[Root]:
     """
     layout = context.layout
     dropped: list[Root] = []
-    records = []
+    changed = []
     with context.index.exclude():
         for root in roots:
             if isinstance(root, Action):
-                path = layout.action(root.key)
-                if _last_used(path) == root.last_used and fsio.unlink(path):
-                    records.append(path.parent)
+                if evict(layout, RecordFile(root.key, 0, root.last_used)):
+                    changed.append(layout.action(root.key).parent)
                     dropped.append(root)
             elif _is_unwanted(context, policy, root):
                 refs.remove(layout, RefId(root.name, root.generation))
                 dropped.append(root)
-        fsio.sync_directories(records)
+        fsio.sync_directories(changed)
     return dropped
 
 
@@ -96,20 +96,21 @@ def _fits(context: Context, policy: Policy) -> bool:
     return count > 0 and size <= policy.max_bytes
 
 
-def _weigh(
-    context: Context, marks: Marks, found: list[Generation], records: list[Action]
-) -> Holdings:
-    """What leases, records and generations hold together."""
-    known: dict[Digest, Chunks] = {r.key: action_chunks(context, r.key) for r in records}
+def _weigh(context: Context, marks: Marks, roots: list[Root], records: Records) -> Holdings:
+    """What leases and ``roots`` hold together."""
+    # What records name is remembered, for they may be replaced; a manifest never changes.
+    recorded: dict[Digest, Chunks] = {
+        key: dict(kept.chunks.items()) for key, kept in records.kept.items()
+    }
 
     def chunks_of(document: Digest) -> Chunks:
-        # Records may be replaced meanwhile; a manifest is what its digest says, or is gone.
-        return known[document] if document in known else context.load_closure(document).chunks
+        if document in recorded:
+            return recorded[document]
+        return context.load_closure(document).chunks
 
     holdings = Holdings(chunks_of)
     leased = ((d, chunkfiles.size_on_disk(context.layout.chunk(Digest(d)))) for d in marks.chunks)
     holdings.hold_chunks({digest: size for digest, size in leased if size is not None})
-    roots: list[Root] = [*found, *records]
     for root in roots:
         try:
             holdings.hold(root.document)

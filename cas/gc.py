@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from cas import actions, chunkfiles, dropping, fsio, leases, refs
+from cas import actions, chunkfiles, dropping, fsio, leases, refs, usage
 from cas.context import Context, HasContext
 from cas.digest import Digest
 from cas.errors import Busy, NoSpace
@@ -158,6 +158,7 @@ def _execute(context: Context, made: Plan, progress: Progress) -> Report:
     dropped: list[Root] = []
     for roots in _batches(made.drops, DROPS):
         dropped += dropping.drop(context, made.policy, roots)
+    usage.forget(context, (item.digest for item in made.manifests))
     # Manifests before chunks: a reader that still finds its manifest finds its chunks
     # (Store.protect).
     for manifests in _batches(made.manifests, BATCH):

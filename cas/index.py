@@ -135,7 +135,7 @@ class Index:
             self._notice_damage(),
         ):
             txn = database.begin(write=True)
-            transaction = Transaction(txn, database.chunks, database.meta)
+            transaction = Transaction(txn, database.tables)
             try:
                 yield transaction
                 transaction.settle()
@@ -162,7 +162,7 @@ class Index:
             self._notice_damage(),
             database.begin(write=False) as txn,
         ):
-            yield Transaction(txn, database.chunks, database.meta)
+            yield Transaction(txn, database.tables)
 
     @contextlib.contextmanager
     def read_if_possible(self) -> Iterator[Transaction]:
@@ -356,7 +356,7 @@ class Index:
         now = int(self.clock())
         for batch in _batched(chunkfiles.walk(self.layout.chunks), 20_000):
             with database.begin(write=True) as txn:
-                transaction = Transaction(txn, database.chunks, database.meta)
+                transaction = Transaction(txn, database.tables)
                 for digest, file in batch:
                     with contextlib.suppress(FileNotFoundError):
                         transaction.put(digest, Entry(file.stat().st_size, now, 0))

@@ -7,25 +7,26 @@ import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from cas import actions, chunkfiles, leases, refs
+from cas import leases, refs
+from cas.actions import Records
 from cas.context import Context
 from cas.digest import Digest
-from cas.errors import ActionDamaged, ActionNotFound, CasError, PermissionRefused, RefNotFound
-from cas.retention import Action, Chunks, Generation, Root
+from cas.errors import CasError, RefNotFound
+from cas.retention import Action, Generation, Root
 
 
 @dataclass(slots=True)
 class Marks:
     """What must stay. ``problems`` are reasons why the marks may be incomplete.
 
-    ``announced`` are manifests that a live process is about to write, ``actions`` the record files
-    (key and inode) whose chunks are marked.
+    ``announced`` are manifests that a live process is about to write, ``records`` what is known of
+    the action records.
     """
 
     chunks: set[bytes] = field(default_factory=set)
     manifests: set[Digest] = field(default_factory=set)
     announced: set[Digest] = field(default_factory=set)
-    actions: set[tuple[Digest, int]] = field(default_factory=set)
+    records: Records | None = None
     problems: dict[str, str] = field(default_factory=dict)
 
     def listed(self) -> tuple[str, ...]:
@@ -71,11 +72,16 @@ class Marks:
         A record is a weak root: one that cannot be read is as good as none, and forbids nothing.
         """
         left_out = {root.key for root in without if isinstance(root, Action)}
-        for key, file in chunkfiles.walk(context.layout.actions):
-            seen = (key, file.inode())  # a record that replaces another is another file
-            if key not in left_out and seen not in self.actions:
-                self.actions.add(seen)
-                self.chunks.update(action_chunks(context, key))
+        for key, kept in self.look_at_records(context).kept.items():
+            if key not in left_out:
+                self.chunks.update(kept.chunks)
+
+    def look_at_records(self, context: Context) -> Records:
+        """What the action records keep now."""
+        if self.records is None:
+            self.records = Records(context.layout)
+        self.records.update()
+        return self.records
 
     def _add_manifest(self, context: Context, digest: Digest) -> None:
         if digest not in self.manifests:
@@ -91,19 +97,6 @@ def generations(context: Context, problems: dict[str, str]) -> list[Generation]:
             used = os.stat(context.layout.ref(ref.name, ref.generation)).st_mtime
             found.append(Generation(ref.name, ref.generation, ref.manifest, used))
     return found
-
-
-def recorded_actions(context: Context) -> list[Action]:
-    """Every action record, and when it was used last."""
-    return [Action(entry.key, entry.last_used) for entry in actions.entries(context.layout)]
-
-
-def action_chunks(context: Context, key: Digest) -> Chunks:
-    """The chunks that a record names; none if it cannot be read, for then it is of no use."""
-    try:
-        return dict(actions.read(context.layout, key).chunks().items())
-    except (ActionNotFound, ActionDamaged, PermissionRefused):
-        return {}
 
 
 def _readable_refs(context: Context, problems: dict[str, str]) -> Iterator[refs.Ref]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -101,6 +101,15 @@ class Holdings:
     @property
     def chunks(self) -> Iterable[bytes]:
         return self._sizes.keys()
+
+    def has(self, digest: bytes) -> bool:
+        """Whether the chunk is held."""
+        return digest in self._sizes
+
+    def uses(self) -> Iterator[tuple[bytes, int, int]]:
+        """Each chunk, by how many documents it is needed, and its size; in the chunks' order."""
+        for digest in sorted(self._sizes):
+            yield digest, self._shared.get(digest, 0) + 1, self._sizes[digest]
 
     @property
     def documents(self) -> Iterable[Digest]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cas import chunkfiles, gc, leases, refs
 from cas.actions import Records
-from cas.context import Context
+from cas.context import Context, HasContext
 from cas.digest import Digest
-from cas.errors import CasError, RefNotFound
-from cas.store import Store
+from cas.errors import CasError, ManifestDamaged, RefNotFound
+from cas.refs import RefId
+from cas.usage import measure
 from cas.verify import quarantined_bytes
 
 
@@ -44,56 +45,80 @@ class Stats:
     action_bytes: int
 
 
-def stats(store: Store) -> Stats:
-    """Measure ``store``. Reads every manifest; walks chunk files only where there is no index."""
+def stats(store: HasContext) -> Stats:
+    """Measure a store.
+
+    Where there is an index that can be written, it keeps what was found out: only manifests that
+    are new since the last time are read. Without, every manifest is, and chunk files are walked.
+    """
     context = store.context
     count, physical = _chunk_totals(context)
-    sizes: dict[Digest, int] = {}
-    logical = generations = 0
-    problems: list[str] = []
-    measured: dict[Digest, int] = {}
-    names: set[str] = set()
-    for ref_id in refs.ids(context.layout):
-        generations += 1
-        names.add(ref_id.name)
-        try:
-            digest = refs.read(context.layout, ref_id).manifest
-            if digest not in measured:
-                manifest = context.load_manifest(digest)
-                measured[digest] = manifest.size
-                sizes.update(manifest.chunks())
-            logical += measured[digest]
-        except RefNotFound:
-            continue  # removed meanwhile
-        except CasError as error:
-            problems.append(f"{ref_id}: {error}")
+    found = _look_at_refs(context)
     records = Records(context.layout)
     records.update()
-    recorded = _present(context, records.chunks().keys() - sizes.keys())
-    sizes.update(recorded)
+    recorded = records.chunks().keys()
     leased = leases.read_live(context.layout).chunks
-    used = sum(sizes.values()) + sum(
-        chunkfiles.size_on_disk(context.layout.chunk(digest)) or 0
-        for digest in leased
-        if digest not in sizes
-    )
+    usage = measure(context, found.manifests.keys(), recorded | leased)
+    for digest, why in usage.unreadable.items():
+        found.problems += [f"{ref}: {why}" for ref in found.manifests[digest]]
+    action_bytes = sum(_present(context, recorded & usage.unnamed).values())
+    leased_bytes = sum(_present(context, (leased & usage.unnamed) - recorded).values())
     staged, orphaned = _staged(context)
     return Stats(
-        store=str(store.path),
-        refs=len(names),
-        generations=generations,
-        manifests=sum(1 for _ in chunkfiles.walk(context.layout.manifests)),
+        store=str(context.layout.root),
+        refs=len(found.names),
+        generations=found.generations,
+        manifests=found.files,
         chunks=count,
-        logical_bytes=logical,
+        logical_bytes=sum(
+            usage.sizes[digest] * len(named)
+            for digest, named in found.manifests.items()
+            if digest in usage.sizes
+        ),
         physical_bytes=physical,
-        garbage_bytes=max(0, physical - used),
+        garbage_bytes=max(0, physical - usage.chunk_bytes - action_bytes - leased_bytes),
         staged_bytes=staged,
         orphaned_bytes=orphaned,
         quarantined_bytes=quarantined_bytes(context),
-        problems=tuple(problems),
+        problems=tuple(sorted(found.problems)),
         actions=len(records.kept),
-        action_bytes=sum(recorded.values()),
+        action_bytes=action_bytes,
     )
+
+
+@dataclass(slots=True)
+class _Refs:
+    """What the refs are: ``manifests`` by which of them each is named, ``files`` of manifests."""
+
+    files: int
+    generations: int = 0
+    names: set[str] = field(default_factory=set)
+    manifests: dict[Digest, list[RefId]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def _look_at_refs(context: Context) -> _Refs:
+    named: dict[Digest, list[RefId]] = {}
+    # Before the refs: the manifest of a ref that is committed meanwhile is looked for singly.
+    files = set(chunkfiles.unmarked(context.layout.manifests, ())[1])
+    found = _Refs(len(files))
+    for ref_id in refs.ids(context.layout):
+        found.generations += 1
+        found.names.add(ref_id.name)
+        try:
+            named.setdefault(refs.read(context.layout, ref_id).manifest, []).append(ref_id)
+        except RefNotFound:
+            continue  # removed meanwhile
+        except CasError as error:
+            found.problems.append(f"{ref_id}: {error}")
+    for digest, ref_ids in named.items():
+        if digest in files or context.layout.manifest(digest).exists():
+            found.manifests[digest] = ref_ids
+        else:
+            why = ManifestDamaged(str(digest), "is missing")
+            left = [r for r in ref_ids if context.layout.ref(r.name, r.generation).exists()]
+            found.problems += [f"{ref_id}: {why}" for ref_id in left]
+    return found
 
 
 def _present(context: Context, digests: Iterable[Digest]) -> dict[Digest, int]:
