@@ -26,6 +26,7 @@ SECTIONS = {
         "assemble": "Write the files of an artifact.",
         "ls": "List artifacts.",
         "show": "Show an artifact's files, tensors and origin.",
+        "explain": "Tell why two runs did not share their work.",
         "rm": "Remove artifacts, or single generations of them.",
     },
     "Store": {
