@@ -98,6 +98,7 @@ class Capture:
                     self.store, writer, intake, self._actions, self.outcomes
                 )
                 action_seam.install(patches, delegates)
+                stack.callback(self._note_outcomes)
             self._active = (writer, intake)
             self._stack = stack.pop_all()
         return self
@@ -125,6 +126,10 @@ class Capture:
         if self._spill:  # after the hook of the same function that it has to come before
             hooks_spill.install(patches, intake.writer, mapper)
 
+    def _note_outcomes(self) -> None:
+        """Let `cas stats` count what happened, and `cas explain` tell why."""
+        self.store.actions.note(self.outcomes.events)
+
     @property
     def counters(self) -> Counters:
         """What the writer took in so far (logical and new bytes, chunks and new chunks).
@@ -134,6 +139,11 @@ class Capture:
         """
         writer, _ = self._require_active("the counters of a capture are read")
         return writer.counters
+
+    def action_provenance(self) -> dict[str, Json]:
+        """The actions so far, by which `cas explain` compares two artifacts."""
+        keys: list[Json] = [*self.outcomes.keys()]
+        return {"actions": keys} if keys else {}
 
     def parts(self) -> tuple[Writer, Intake]:
         """The writer and what feeds it, for who records programs in another way than `save`.
@@ -187,7 +197,9 @@ class Capture:
             ref,
             files=build_recipes(files, intake),
             tensors=tensor_entries(program, files, next(iter(files)), intake.labels),
-            provenance=build_provenance(program, provenance, command, created),
+            provenance=build_provenance(
+                program, {**self.action_provenance(), **(provenance or {})}, command, created
+            ),
             directory=target,
         )
         return SaveResult(commit, commit.paths, self._clock() - started)

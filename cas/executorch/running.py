@@ -121,7 +121,11 @@ class Recording:
             names.next(files.stem),
             files.recipes,
             files.tensors,
-            {**describe_provenance(program.methods), **self._provenance},
+            {
+                **describe_provenance(program.methods),
+                **self._capture.action_provenance(),
+                **self._provenance,
+            },
             checksums=files.checksums,
         )
         return Recorded(commit, files.paths, new_bytes, new_chunks)

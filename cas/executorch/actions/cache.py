@@ -29,6 +29,7 @@ from cas.executorch.actions.relocation import check_relocatable, relocate
 from cas.executorch.actions.replay import Freezer, Thawer
 from cas.executorch.actions.weights import StorageDigests
 from cas.executorch.intake import Intake
+from cas.journal import Event, Outcome
 from cas.manifest import Json
 from cas.records import ActionRecord
 from cas.store import Store
@@ -143,7 +144,7 @@ class DelegateActions:
             try:
                 unit.key = self._key(unit, digests)
             except Unkeyable as error:
-                self._note_uncacheable(unit, error.reason)
+                self._tell("uncacheable", unit, error.reason)
         self.outcomes.key_seconds += self._clock() - started
 
     def _key(self, unit: _Unit, digests: StorageDigests) -> ActionKey:
@@ -166,35 +167,32 @@ class DelegateActions:
     def _obtain(self, unit: _Unit) -> list[Any]:
         if unit.key is None:
             return unit.flat(unit.compile())
-        found, _ = self._look(unit, unit.key)
-        if found is None:
+        found = self._look(unit, unit.key)
+        if found.results is None:
             self._batch.take_off(unit.key.digest)
-            found, reason = self._look(unit, unit.key)  # somebody may have done it meanwhile
-            if found is None:
-                self.outcomes.misses[reason] += 1
-                return self._compile_and_record(unit, unit.key)
-        self.outcomes.hits += 1
-        return self._recheck(unit, unit.key, found) if self._options.is_rechecked() else found
+            found = self._look(unit, unit.key)  # somebody may have done it meanwhile
+        if found.results is None:
+            return self._compile_and_record(unit, unit.key, found)
+        if self._options.is_rechecked():
+            return self._recheck(unit, unit.key, found.results)
+        self._tell("hit", unit, seconds=found.seconds)
+        return found.results
 
-    def _look(self, unit: _Unit, key: ActionKey) -> tuple[list[Any] | None, str]:
+    def _look(self, unit: _Unit, key: ActionKey) -> _Found:
         """The recorded results, or why they are of no use."""
         record = self._batch.pending.get(key.digest)
         if record is None:
             lookup = self._writer.find_action(key.digest)
             record = lookup.record
             if record is None:
-                return None, lookup.reason or "absent"
+                return _Found(None, lookup.reason or "absent")
         try:
             stale = dependencies.changed(record.dependencies)
             if stale:
-                self._note(f"{unit.label} is compiled again: {stale[0]} has changed")
-                return None, STALE
-            results = self._thaw(unit, key, record)
+                return _Found(None, STALE, f"{stale[0]} has changed")
+            return _Found(self._thaw(unit, key, record), seconds=record.seconds)
         except CasError as error:
-            self._note(f"{unit.label} is compiled again: its record is of no use ({error})")
-            return None, "damaged"
-        self.outcomes.seconds_saved += record.seconds
-        return results, ""
+            return _Found(None, "damaged", str(error))
 
     def _thaw(self, unit: _Unit, key: ActionKey, record: ActionRecord) -> list[Any]:
         thawer = Thawer(self._intake, record)
@@ -210,23 +208,26 @@ class DelegateActions:
         specs = [spec for parts in unit.specs.values() for one in parts for spec in one]
         exact = not (unit.profile.aoti and backends.measures_kernels(unit.backend, specs))
         found = differences(recorded, results, exact=exact)
-        if found:
-            self.outcomes.mismatches += 1
-            message = (
-                f"{unit.label}: the record {key.digest.hex()[:12]} differs from a fresh compile "
-                f"in {', '.join(found)}; the record is replaced. Something that is no part of the "
-                "key decides the result: see `cas explain`"
-            )
-            self._note(message)
-            warnings.warn(message, ActionMismatch, stacklevel=2)
-            self._record(unit, key, results, seconds, depends)
+        if not found:
+            self._tell("hit", unit)
+            return results
+        warnings.warn(
+            f"{unit.label}: the record {key.digest.hex()[:12]} differs from a fresh compile in "
+            f"{', '.join(found)}; the fresh one is used and replaces it. Something decides the "
+            "result that is neither in the key nor among what the compile was seen to read",
+            ActionMismatch,
+            stacklevel=2,
+        )
+        self._tell("mismatch", unit, detail=", ".join(found), seconds=seconds)
+        self._record(unit, key, results, seconds, depends)
         return results
 
     # --- compiling ------------------------------------------------------------------------------
 
-    def _compile_and_record(self, unit: _Unit, key: ActionKey) -> list[Any]:
+    def _compile_and_record(self, unit: _Unit, key: ActionKey, found: _Found) -> list[Any]:
         results, seconds, depends = self._compile(unit)
-        self._record(unit, key, results, seconds, depends)
+        if self._record(unit, key, results, seconds, depends):
+            self._tell("miss", unit, found.reason, found.detail, seconds)
         return results
 
     def _compile(self, unit: _Unit) -> tuple[list[Any], float, Mapping[str, Json] | Unrecordable]:
@@ -256,8 +257,8 @@ class DelegateActions:
         results: list[Any],
         seconds: float,
         depends: Mapping[str, Json] | Unrecordable,
-    ) -> None:
-        """Keep a result. What cannot be kept is used all the same."""
+    ) -> bool:
+        """Keep a result; False if it cannot be kept. It is used all the same."""
         try:
             if isinstance(depends, Unrecordable):
                 raise depends
@@ -277,19 +278,39 @@ class DelegateActions:
             )
             self._batch.add(record)
         except Unrecordable as error:
-            self._note_uncacheable(unit, error.reason)
+            self._tell("uncacheable", unit, error.reason, seconds=seconds)
+            return False
         except CasError as error:
-            self._note_uncacheable(unit, f"the record could not be written ({error})")
+            reason = "the record could not be written"
+            self._tell("uncacheable", unit, reason, str(error), seconds)
+            return False
+        return True
 
     # --- telling --------------------------------------------------------------------------------
 
-    def _note(self, text: str) -> None:
-        logger.info(text)
-        self.outcomes.notes.append(text)
+    def _tell(
+        self, outcome: Outcome, unit: _Unit, reason: str = "", detail: str = "", seconds: float = 0
+    ) -> None:
+        event = Event(
+            outcome,
+            KIND,
+            unit.label,
+            reason,
+            detail,
+            None if unit.key is None else unit.key.digest,
+            round(seconds * 1e6),
+        )
+        self.outcomes.events.append(event)
 
-    def _note_uncacheable(self, unit: _Unit, reason: str) -> None:
-        self.outcomes.uncacheable[reason] += 1
-        self._note(f"{unit.label} is compiled and not kept: {reason}")
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Results of a record, or why there are none."""
+
+    results: list[Any] | None
+    reason: str = ""
+    detail: str = ""
+    seconds: float = 0.0
 
 
 class _Batch:

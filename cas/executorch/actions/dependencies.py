@@ -18,8 +18,19 @@ from cas.executorch.actions.sources import file_digest
 from cas.manifest import Json
 
 _SYSTEM: Final = ("/dev/", "/proc/", "/sys/")
-#: Python's own library, torch and this package: what they are is a fact of every action.
-_SETTLED: Final = ("{stdlib}/", "{site}/torch/", "{site}/torchgen/", "{site}/sympy/")
+#: What they are is a fact of every action; the last two are parts of this package.
+_SETTLED: Final = (
+    "{stdlib}/",
+    "{site}/executorch/backends/transforms/",
+    "{site}/executorch/exir/",
+    "{site}/sympy/",
+    "{site}/torch/",
+    "{site}/torchgen/",
+    "{site}/blake3/",
+    "{site}/lmdb/",
+)
+#: This package's own files.
+_OWN: Final = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 _ABSENT: Final = "not set"
 
 
@@ -59,7 +70,7 @@ class Dependencies:
 def _files(observed: Observed, ignored: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     paths = {os.path.realpath(path) for path in observed.files | observed.modules}
     for path in sorted(paths):
-        if path.startswith((*_SYSTEM, *ignored)) or "__pycache__" in path:
+        if path.startswith((_OWN, *_SYSTEM, *ignored)) or "__pycache__" in path:
             continue
         name = places.portable(path)
         if name.startswith(_SETTLED) or _made_meanwhile(path, observed.started):

@@ -183,7 +183,7 @@ class Encoder:
     def digest_of_value(self, value: torch.Tensor) -> str:
         """The first digits of what identifies a tensor's bytes, for a person to compare."""
         if type(value) in (torch.Tensor, torch.nn.Parameter):
-            return "meta" if value.device.type == "meta" else self._storage_digest(value).hex()[:16]
+            return "meta" if value.device.type == "meta" else self._storage_digest(value).hex()[:32]
         names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
         return "+".join(self.digest_of_value(getattr(value, name)) for name in names)
 

@@ -78,7 +78,23 @@ def _opened(observed: Observed, arguments: tuple[Any, ...]) -> None:
     path, _, flags = arguments
     if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or not isinstance(path, (str, bytes)):
         return
-    observed.files.add(os.path.abspath(os.fsdecode(path)))
+    if not _for_a_traceback():
+        observed.files.add(os.path.abspath(os.fsdecode(path)))
+
+
+def _for_a_traceback() -> bool:
+    """Whether source lines are looked up, as torch does to say where a node was made.
+
+    Then every file on the stack is read, the user's script too, and none is an input.
+    """
+    frame = sys._getframe(3)
+    for _ in range(2):
+        if frame.f_globals.get("__name__") == "linecache":
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _started(observed: Observed, arguments: tuple[Any, ...]) -> None:

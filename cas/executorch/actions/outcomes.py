@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cas.errors import UsageError
+from cas.journal import Event
 
 
 class ActionMismatch(UserWarning):
@@ -38,24 +39,60 @@ class ActionOptions:
         return self.recheck > 0 and self.chance() < self.recheck
 
 
-#: Reasons of misses that name a thing are counted without it; `Outcomes.notes` has it.
+#: Reasons of misses besides those of `cas.actions.Miss`: what the compile read has changed.
 STALE: Final = "stale"
 
 
 @dataclass
 class Outcomes:
-    """What happened to the actions of one capture. ``notes`` are sentences for `-v`."""
+    """What happened to the actions of one capture, in order, and the seconds that it took."""
 
-    hits: int = 0
-    misses: Counter[str] = field(default_factory=Counter)
-    uncacheable: Counter[str] = field(default_factory=Counter)
+    events: list[Event] = field(default_factory=list)
     rechecked: int = 0
-    mismatches: int = 0
-    seconds_saved: float = 0.0
     compile_seconds: float = 0.0
     key_seconds: float = 0.0
-    notes: list[str] = field(default_factory=list)
 
     @property
-    def missed(self) -> int:
-        return sum(self.misses.values())
+    def hits(self) -> int:
+        """Actions whose results came out of the store, rechecked ones among them."""
+        return sum(event.outcome in ("hit", "mismatch") for event in self.events)
+
+    @property
+    def mismatches(self) -> int:
+        """Hits that were compiled all the same, and came out otherwise."""
+        return sum(event.outcome == "mismatch" for event in self.events)
+
+    @property
+    def misses(self) -> Counter[str]:
+        """Actions that were compiled, by the reason why no record was used."""
+        return self._reasons("miss")
+
+    @property
+    def uncacheable(self) -> Counter[str]:
+        """Actions that were compiled and not kept, by the reason."""
+        return self._reasons("uncacheable")
+
+    @property
+    def seconds_saved(self) -> float:
+        """What compiling the hits had taken."""
+        return sum(e.microseconds for e in self.events if e.outcome == "hit") / 1e6
+
+    def keys(self) -> list[str]:
+        """The keys of the actions that have a record, in hexadecimal, each once."""
+        keyed = (event.key for event in self.events if event.outcome != "uncacheable")
+        return [key.hex() for key in dict.fromkeys(keyed) if key is not None]
+
+    def notes(self) -> list[str]:
+        """One sentence for each action that was compiled, with the reason."""
+        return [_sentence(event) for event in self.events if event.outcome != "hit"]
+
+    def _reasons(self, outcome: str) -> Counter[str]:
+        return Counter(event.reason for event in self.events if event.outcome == outcome)
+
+
+def _sentence(event: Event) -> str:
+    detail = f" ({event.detail})" if event.detail else ""
+    if event.outcome == "mismatch":
+        return f"{event.label}: the record differs from a fresh compile{detail}"
+    kept = "" if event.outcome == "miss" else " and not kept"
+    return f"{event.label} was compiled{kept}: {event.reason}{detail}"
