@@ -25,6 +25,8 @@ else:
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _POWERS = " KMGTPE"
 _MAX_BYTES = 2**63 - 1
+#: TOML is parsed in Python: a longer file, which is no configuration, would take minutes.
+_MAX_CONFIG = 64 << 10
 #: What unsets a setting that has no value by default.
 NONE: Final = "none"
 
@@ -71,11 +73,17 @@ class Config:
 
         Raises:
             StoreDamaged: the file is not TOML, or holds an unknown key or a bad value.
+            PermissionRefused
         """
         try:
-            document = tomllib.loads(layout.config.read_text("utf-8"))
+            with fsio.os_errors(layout.config, "read"), open(layout.config, "rb") as file:
+                data = file.read(_MAX_CONFIG + 1)
         except FileNotFoundError:
             return cls()
+        if len(data) > _MAX_CONFIG:
+            raise StoreDamaged(layout.config, f"has more than {_MAX_CONFIG} bytes")
+        try:
+            document = tomllib.loads(data.decode("utf-8"))
         except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, huge numbers, too deep
             raise StoreDamaged(layout.config, f"is not valid TOML: {error}") from None
         config = cls()
@@ -95,6 +103,17 @@ class Config:
         if key not in KEYS:
             raise UsageError(f"unknown setting {key!r}; settings are {', '.join(KEYS)}")
         return replace(self, **{key: _PARSERS[key](text)})
+
+    def overridden(self, values: Mapping[str, str]) -> Config:
+        """A copy with ``values``, by key, in place of what it has.
+
+        Raises:
+            UsageError: unknown key or malformed value.
+        """
+        config = self
+        for key, text in values.items():
+            config = config.with_value(key, text)
+        return config
 
     def save(self, layout: Layout, temporary: Path, modes: fsio.Modes) -> None:
         document: dict[str, Any] = {}

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -37,6 +37,8 @@ class Context:
     clock: Callable[[], float] = time.time
     workers: int = DEFAULT_WORKERS
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    #: Settings that beat the store's own, as text; checked when the store was opened.
+    overrides: Mapping[str, str] = field(default_factory=dict)
     _index: Index | None = field(default=None, init=False)
     _closed: bool = field(default=False, init=False)
     _mutex: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -68,6 +70,14 @@ class Context:
             index, self._index = self._index, None
         if index is not None:
             index.close()
+
+    def settings(self) -> Config:
+        """The store's configuration as it is now, others may have changed it, and overridden.
+
+        Raises:
+            StoreDamaged
+        """
+        return Config.load(self.layout).overridden(self.overrides)
 
     def now(self) -> int:
         """Whole seconds since the epoch."""

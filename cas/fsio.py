@@ -504,12 +504,12 @@ class Modes:
 
     @property
     def data(self) -> int:
-        """Chunks, manifests and refs: nobody edits them in place."""
+        """Chunks and manifests: nobody edits them in place."""
         return 0o444 & ~self.umask
 
     @property
     def file(self) -> int:
-        """Leases, locks and the index."""
+        """What is written to again, or whose time of use is set: refs, leases, locks, the index."""
         return 0o666 & ~self.umask
 
     @property

@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -121,8 +121,11 @@ class WriteBehind:
 class Ingest:
     """One writer's ingest. `put` may be called from several threads."""
 
-    def __init__(self, context: Context, lease: Lease, progress: Progress) -> None:
+    def __init__(
+        self, context: Context, lease: Lease, progress: Progress, published: Callable[[], None]
+    ) -> None:
         self._context = context
+        self._published = published
         self._layout = context.layout
         self._lease = lease
         self._progress = progress
@@ -394,6 +397,7 @@ class Ingest:
                 self._sync(batch)
                 self._move(batch)
             self._buffers = Buffers()  # what follows, an assembly perhaps, has buffers of its own
+        self._published()
 
     @contextlib.contextmanager
     def _breaking(self, but: tuple[int, ...]) -> Iterator[None]:

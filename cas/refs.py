@@ -170,7 +170,8 @@ def create(
     """
     check_collision(layout, name)
     directory = layout.ref_dir(name)
-    fsio.create_file(temporary, f"{manifest}\n".encode(), mode=modes.data, sync=True)
+    # Not as a chunk, which nobody can write: who uses a generation sets its file's time of use.
+    fsio.create_file(temporary, f"{manifest}\n".encode(), mode=modes.file, sync=True)
     try:
         _make_name(directory, temporary.with_name("name"), modes)
         fsio.sync_path(layout.refs)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -49,6 +49,7 @@ class Store:
         clock: Callable[[], float] = time.time,
         workers: int = DEFAULT_WORKERS,
         buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+        settings: Mapping[str, str] | None = None,
     ) -> Store:
         """Open the store at ``path``, creating it at first use.
 
@@ -62,8 +63,11 @@ class Store:
             clock: seconds since the epoch, for stamps and grace periods.
             workers: threads that hash and write.
             buffer_bytes: memory that reading a stream may take.
+            settings: values that beat those in the store's config, in the same words, such as
+                ``{"max_size": "200G"}``, for what is done through this object.
 
         Raises:
+            UsageError: ``settings`` cannot be understood.
             StoreNotFound, NotAStore, UnknownFormat, NetworkFilesystem, PermissionRefused, NoSpace
         """
         layout = Layout(Path(os.path.abspath(os.path.expanduser(path))))
@@ -75,7 +79,8 @@ class Store:
             if not create or read_only:
                 raise
             found = header.create(layout, chunk_size, own)
-        config = Config.load(layout)
+        overrides = dict(settings or {})
+        config = Config.load(layout).overridden(overrides)
         if umask is None and config.umask is not None:
             own = fsio.Modes(config.umask)
         if not read_only:
@@ -90,6 +95,7 @@ class Store:
                 clock=clock,
                 workers=workers,
                 buffer_bytes=buffer_bytes,
+                overrides=overrides,
             )
         )
 
@@ -242,6 +248,9 @@ class Store:
         """
         found = self.resolve(ref) if isinstance(ref, str) else ref
         with self.protect(found.manifest):
+            if not self.context.read_only:  # for gc, which gives up what was not used for longest
+                path = self.context.layout.ref(found.name, found.generation)
+                fsio.touch(path, self.context.clock())
             recipes = {entry.name: entry.recipe for entry in self.manifest(found).files}
             with assembling(self.context, recipes, Path(directory), progress) as assembly:
                 for name, recipe in recipes.items():

@@ -19,6 +19,7 @@ from cas.index import Entry
 from cas.ingest import BARRIER_CHUNKS, Counters, Ingest, Piece, Readable
 from cas.layout import check_file_name
 from cas.leases import Lease
+from cas.limits import SizeLimit
 from cas.manifest import (
     FileEntry,
     Json,
@@ -65,7 +66,8 @@ class Writer:
         self._context = context
         self._lease = lease
         self._progress = progress
-        self._ingest = Ingest(context, lease, progress)
+        self._limit = SizeLimit(context)
+        self._ingest = Ingest(context, lease, progress, self._limit.keep)
         self._closed = False
 
     @property
@@ -187,13 +189,16 @@ class Writer:
             known = checksums or {}
             unknown = {name: recipe for name, recipe in recipes.items() if name not in known}
             digests = {**known, **self._checksums(unknown)}
-            return self._record(name, recipes, digests, tensors, provenance)
-        with assembling(self._context, recipes, Path(directory), self._progress) as assembly:
-            digests = {
-                file: assembly.write_hashed(file, recipe) for file, recipe in recipes.items()
-            }
             commit = self._record(name, recipes, digests, tensors, provenance)
-            return replace(commit, paths=tuple(assembly.publish()))
+        else:
+            with assembling(self._context, recipes, Path(directory), self._progress) as assembly:
+                digests = {
+                    file: assembly.write_hashed(file, recipe) for file, recipe in recipes.items()
+                }
+                commit = self._record(name, recipes, digests, tensors, provenance)
+                commit = replace(commit, paths=tuple(assembly.publish()))
+        self._limit.keep()
+        return commit
 
     # --- actions --------------------------------------------------------------------------------
 
