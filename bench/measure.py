@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,13 +30,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the process held when idle, and at most (each figure by itself). ``returncode`` is
-    negative for a signal, and ``result`` is None then."""
+    """What the process held when idle, and at most (each figure by itself): of all that came after,
+    and by phase, for a workload that names its phases with `enter` ("" is before the first).
+    ``returncode`` is negative for a signal, and ``result`` is None then."""
 
     returncode: int
     base: Memory
     peak: Memory
     result: dict[str, Any] | None
+    peaks: Mapping[str, Memory] = field(default_factory=dict)
 
     @property
     def base_anon(self) -> int:
@@ -48,6 +51,18 @@ class Measured:
     def ratio(self, weights: int) -> float:
         """Peak anonymous memory over the idle process, as a multiple of the weights."""
         return (self.peak_anon - self.base_anon) / weights
+
+    def ratio_after(self, phase: str, weights: int) -> float:
+        """The same of the phases that came after one; 0 if there were none."""
+        names = list(self.peaks)
+        later = names[names.index(phase) + 1 :] if phase in names else []
+        peak = max((self.peaks[name].anon for name in later), default=self.base_anon)
+        return (peak - self.base_anon) / weights
+
+
+def enter(phase: str) -> None:
+    """For workloads: count what comes from here on under this name."""
+    print(f"phase {phase}", flush=True)
 
 
 def memory_of(pid: int) -> Memory:
@@ -62,10 +77,14 @@ def memory_of(pid: int) -> Memory:
 
 
 def measure(
-    spec: dict[str, Any], *, prefix: list[str] | None = None, log: Path = Path(os.devnull)
+    spec: dict[str, Any],
+    *,
+    prefix: list[str] | None = None,
+    log: Path = Path(os.devnull),
+    workload: Path = WORKLOAD,
 ) -> Measured:
     """Run one workload; ``prefix`` is a command to run it under, ``log`` gets what it says."""
-    command = [*(prefix or []), sys.executable, str(WORKLOAD), json.dumps(spec)]
+    command = [*(prefix or []), sys.executable, str(workload), json.dumps(spec)]
     with open(log, "ab") as errors:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
@@ -78,13 +97,13 @@ def measure(
         watcher = _Watcher(process.pid, base)
         watcher.start()
         _say(process.stdin)
-        finished = _expect(process.stdout, "done")
+        finished = _expect(process.stdout, "done", watcher)
         watcher.stop()
         result = None
         if finished:
             _say(process.stdin)
             result = json.loads(process.stdout.readline())
-        return Measured(process.wait(), base, watcher.peak, result)
+        return Measured(process.wait(), base, watcher.peak, result, watcher.peaks)
 
 
 def _say(stream: IO[str]) -> None:
@@ -92,20 +111,39 @@ def _say(stream: IO[str]) -> None:
     stream.flush()
 
 
-def _expect(stream: IO[str], word: str) -> bool:
-    return any(line.strip() == word for line in stream)
+def _expect(stream: IO[str], word: str, watcher: _Watcher | None = None) -> bool:
+    for line in stream:
+        said = line.strip()
+        if watcher is not None and said.startswith("phase "):
+            watcher.enter(said.removeprefix("phase "))
+        if said == word:
+            return True
+    return False
 
 
 class _Watcher(threading.Thread):
     def __init__(self, pid: int, base: Memory) -> None:
         super().__init__(daemon=True)
         self.pid = pid
-        self.peak = base
+        self.peaks = {"": base}
+        self._phase = ""
         self._ended = threading.Event()
+
+    @property
+    def peak(self) -> Memory:
+        peak = Memory()
+        for other in self.peaks.values():
+            peak = peak.at_least(other)
+        return peak
+
+    def enter(self, phase: str) -> None:
+        self.peaks.setdefault(phase, Memory())
+        self._phase = phase
 
     def run(self) -> None:
         while not self._ended.is_set():
-            self.peak = self.peak.at_least(memory_of(self.pid))
+            phase = self._phase
+            self.peaks[phase] = self.peaks[phase].at_least(memory_of(self.pid))
             time.sleep(SAMPLE_SECONDS)
 
     def stop(self) -> None:
