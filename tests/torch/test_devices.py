@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -133,6 +135,65 @@ def test_pageable_copies_wait_for_the_device_first(monkeypatch: pytest.MonkeyPat
     assert done == []
     synchronize(torch.device("xpu", 1))
     assert done == ["xpu:1", "synchronized"]
+
+
+def test_torch_is_asked_for_what_a_copy_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which calls reach torch.cuda, and in which order; what they do needs a GPU to see."""
+    calls: list[Any] = []
+
+    class Stream:
+        def __init__(self, device: Any = "current") -> None:
+            self.device = device
+
+        def wait_stream(self, other: Stream) -> None:
+            calls.append(("wait", self.device, other.device))
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking
+
+        def record(self, stream: Stream) -> None:
+            calls.append(("record", stream.device))
+
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+    @contextlib.contextmanager
+    def stream(chosen: Stream) -> Iterator[None]:
+        calls.append(("enter", chosen.device))
+        yield
+        calls.append(("leave", chosen.device))
+
+    for name, value in {"Stream": Stream, "Event": Event, "stream": stream}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(f"current {device}"))
+    copier = CudaCopier(torch.device("cuda", 1))
+    source = copier.open(torch.tensor([1 + 2j, 3 - 4j]).conj())
+    buffer = PageableCopier().allocate(16)
+    source.begin(0, 16, buffer).wait()
+    assert calls == [
+        ("wait", torch.device("cuda", 1), "current cuda:1"),
+        ("enter", torch.device("cuda", 1)),
+        ("leave", torch.device("cuda", 1)),
+        ("record", torch.device("cuda", 1)),
+        "synchronize",
+    ]
+    assert buffer.tensor.view(torch.complex64).tolist() == [1 - 2j, 3 + 4j]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a torch without a GPU")
+def test_memory_that_torch_cannot_pin_here_is_pageable(caplog: pytest.LogCaptureFixture) -> None:
+    class Streamless(TorchCuda):
+        def new_stream(self, device: Any) -> None:
+            return None
+
+        def pinned(self, device: Any, nbytes: int) -> Any:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    buffer = CudaCopier(CPU, Streamless()).allocate(100)
+    assert not buffer.pinned
+    assert len(buffer.view) == 100
+    assert "cannot pin" in caplog.text
 
 
 @given(
