@@ -6,7 +6,9 @@ its name, its recipe and its checksum. The program itself, which holds a model, 
 
 from __future__ import annotations
 
+import io
 import os
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -42,8 +44,9 @@ class WrittenFile:
 class WrittenProgram:
     """One program's files, by the names that ExecuTorch itself would give them.
 
-    ``main`` is the recipe of the program's own file, whether it was written or not, and ``taken``
-    says that its bytes were asked for in memory. ``counters`` are the writer's at the last write.
+    A file that is written twice is the later one. ``main`` is the recipe of the program's own file,
+    whether it was written or not, and ``taken`` says that its bytes went where they are not seen
+    any more. ``counters`` are the writer's at the last write.
     """
 
     methods: tuple[str, ...]
@@ -77,12 +80,13 @@ class WriteRecorder:
 
     @property
     def unwritten(self) -> int:
-        """Programs whose bytes were taken, and of which no file was written."""
+        """Programs whose bytes were taken, and of which no plain file was written."""
         with self._mutex:
             written = sum(1 for program in self._written if program.taken and program.files)
             return self._takes - written
 
     def take(self, program: Any) -> None:
+        """The program's bytes go to memory, or to something that is no plain file."""
         with self._mutex:
             if program in self._taken:
                 return
@@ -95,6 +99,7 @@ class WriteRecorder:
         path = path_of(outfile)
         name = self._name_of(program, cord)
         if path is None or name is None:
+            self.take(program)
             write(outfile)
             return
         known = self._program(program)
@@ -159,18 +164,21 @@ class _HashingSink(ViewSink):
 
 
 def path_of(outfile: Any) -> Path | None:
-    """Where an open file lies; None for one in memory, a pipe, or anything else without a name."""
-    name = getattr(outfile, "name", None)
-    if isinstance(name, int) and not isinstance(name, bool):
-        try:
-            name = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            return None
-        return Path(name) if name.startswith("/") and os.path.isfile(name) else None
-    if not isinstance(name, (str, bytes, os.PathLike)) or not name:
+    """Where the bytes written to an open file lie as they are.
+
+    None for a file in memory, a pipe, an archive, or anything else that is no plain file on disk.
+    """
+    if isinstance(outfile, tempfile._TemporaryFileWrapper):
+        outfile = outfile.file
+    raw = outfile if isinstance(outfile, io.FileIO) else getattr(outfile, "raw", None)
+    if not isinstance(raw, io.FileIO):
         return None
-    path = Path(os.path.abspath(os.fsdecode(name)))
-    return path if os.path.isfile(path) else None
+    # Not by the name that it was opened with: the script may be in another directory by now.
+    try:
+        path = Path(os.readlink(f"/proc/self/fd/{raw.fileno()}"))
+    except (OSError, ValueError):
+        return None
+    return path if path.is_absolute() and path.is_file() else None
 
 
 def _identity(outfile: Any) -> tuple[int, int] | None:
@@ -223,8 +231,8 @@ class ArtifactFiles:
 def artifact_files(program: WrittenProgram) -> ArtifactFiles:
     """The files of a program under the names that they have on disk.
 
-    A program of which only data files were written, because its own bytes were taken in memory, is
-    completed: the data are of no use without it.
+    A program of which only data files were written, because its own bytes were taken, is completed:
+    the data are of no use without it.
 
     Raises:
         InvalidName: two files have the same name, or one has a name that no artifact can hold.

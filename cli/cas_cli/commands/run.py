@@ -185,8 +185,8 @@ def _summary(result: RunResult) -> list[str]:
     lines = [_line(recorded) for recorded in result.artifacts]
     if result.unwritten:
         lines.append(
-            f"{result.unwritten} program(s) were only read into memory (`.buffer`) and are not "
-            "recorded; write them with `write_to_file` or `save`"
+            f"not recorded, because they were only taken as bytes (`.buffer`): {result.unwritten} "
+            "program(s); `write_to_file` to an open file, or `save`, records them"
         )
     return lines or ["nothing is recorded: the script wrote no ExecuTorch program"]
 
