@@ -25,7 +25,7 @@ from cas.chunking import cut
 from cas.context import Context
 from cas.digest import Digest
 from cas.errors import SourceChanged, UsageError
-from cas.index import Entry
+from cas.index import Entry, Transaction
 from cas.leases import Lease
 from cas.manifest import ChunkPart, Part, Recipe, ZeroPart
 from cas.progress import Progress
@@ -42,6 +42,8 @@ WRITE_OUT_EACH = 256 << 10
 #: Bytes that may be on their way to the disk: enough to keep it busy while others hash, few enough
 #: that a memory limit does not stop the writing.
 WRITING_BYTES = 64 << 20
+#: Chunks hashed before the index is asked about them, all at once.
+LOOKUP_CHUNKS = 8
 #: Pieces staged after which they are published too: the mutex is held for each of them.
 BARRIER_CHUNKS = 2048
 #: From this many smaller files on, one syncfs is cheaper than as many syncs.
@@ -183,11 +185,8 @@ class Ingest:
         view = _as_bytes(data)
         if not view:
             return Recipe()
-        pieces = (view[o : o + n] for o, n in cut(len(view), self._context.chunk_size))
-        if len(view) <= self._context.chunk_size:
-            parts = [self._take(view, False)]
-        else:
-            parts = list(self._take_all(pieces))
+        pieces = [view[o : o + n] for o, n in cut(len(view), self._context.chunk_size)]
+        parts = self._take(pieces, False) if len(pieces) == 1 else self._take_all(pieces)
         self._account(len(view))
         return Recipe.concat([Recipe(tuple(parts))])
 
@@ -197,7 +196,7 @@ class Ingest:
         ring: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
         spare = max(2, self._context.buffer_bytes // size)
         parts: list[Part] = []
-        window: deque[tuple[Future[Part], bytearray]] = deque()
+        window: deque[tuple[Future[list[Part]], bytearray]] = deque()
         total = 0
         try:
             while True:
@@ -205,16 +204,16 @@ class Ingest:
                     spare -= 1
                     ring.put(bytearray(size))
                 elif ring.empty():
-                    parts.append(_collect(window, ring))
+                    parts += _collect(window, ring)
                 buffer = ring.get()
                 count = _fill(stream, memoryview(buffer))
                 if count == 0:
                     break
                 total += count
-                window.append((self._submit(memoryview(buffer)[:count], True), buffer))
+                window.append((self._submit([memoryview(buffer)[:count]], True), buffer))
         finally:
             while window:
-                parts.append(_collect(window, ring))
+                parts += _collect(window, ring)
         self._account(total)
         return Recipe.concat([Recipe(tuple(parts))])
 
@@ -247,20 +246,24 @@ class Ingest:
                     f"a piece has 1 to {self._context.chunk_size} bytes (the chunk size), "
                     f"not {len(view)}"
                 )
-            return self._take(view, True)
+            return self._take([view], True)[0]
         finally:
             piece.release()
 
-    def _take_all(self, pieces: Iterable[memoryview]) -> Iterator[Part]:
+    def _take_all(self, pieces: list[memoryview]) -> list[Part]:
         """Take pieces in parallel, in order; a bounded number of them is under way."""
-        window: deque[Future[Part]] = deque()
+        workers = self._context.workers
+        # Several to a task where there are enough of them: one look-up for all.
+        each = max(1, min(LOOKUP_CHUNKS, len(pieces) // (2 * workers)))
+        parts: list[Part] = []
+        window: deque[Future[list[Part]]] = deque()
         try:
-            for piece in pieces:
-                if len(window) >= 2 * self._context.workers:
-                    yield window.popleft().result()
-                window.append(self._submit(piece, False))
+            for start in range(0, len(pieces), each):
+                if len(window) >= 2 * workers:
+                    parts += window.popleft().result()
+                window.append(self._submit(pieces[start : start + each], False))
             while window:
-                yield window.popleft().result()
+                parts += window.popleft().result()
         finally:
             # The views must not be in use when the caller gets its memory back.
             for future in window:
@@ -268,27 +271,26 @@ class Ingest:
             for future in window:
                 if not future.cancelled():
                     future.exception()
+        return parts
 
-    def _submit(self, view: memoryview, owned: bool) -> Future[Part]:
-        return self._pool.submit(self._take, view, owned)
+    def _submit(self, views: list[memoryview], owned: bool) -> Future[list[Part]]:
+        return self._pool.submit(self._take, views, owned)
 
-    def _take(self, view: memoryview, owned: bool) -> Part:
-        """Store one chunk. ``owned`` memory is the ring's: nobody else can change it."""
-        part = self._store(view, owned)
+    def _take(self, views: list[memoryview], owned: bool) -> list[Part]:
+        """Store some chunks. ``owned`` memory is the ring's: nobody else can change it."""
+        parts: list[Part] = []
+        chunks: dict[Digest, memoryview] = {}
+        for view in views:
+            digest = Digest.of(view)
+            if digest == self._zero_digest(view):
+                parts.append(ZeroPart(len(view)))
+            else:
+                parts.append(ChunkPart.whole(digest, len(view)))
+                chunks[digest] = view
+        self._settle(chunks, owned)
         with self._telling:  # a lock of its own: a display may ask for the counters
-            self._progress.advance(len(view))
-        with self._mutex:
-            full = self._staged_bytes >= BARRIER_BYTES or len(self._staged) >= BARRIER_CHUNKS
-        if full:
-            self.publish()
-        return part
-
-    def _store(self, view: memoryview, owned: bool) -> Part:
-        digest = Digest.of(view)
-        if digest == self._zero_digest(view):
-            return ZeroPart(len(view))
-        self._settle(digest, view, owned)
-        return ChunkPart.whole(digest, len(view))
+            self._progress.advance(sum(map(len, views)))
+        return parts
 
     def _zero_digest(self, view: memoryview) -> Digest | None:
         """The digest that ``view`` has if it is all zeros; None if a first look rules that out."""
@@ -299,56 +301,77 @@ class Ingest:
             self._zero_digests[size] = Digest.of(bytes(size))
         return self._zero_digests[size]
 
-    def _settle(self, digest: Digest, view: memoryview, owned: bool) -> None:
-        """Return when the chunk is in a file. One thread does the work, others wait for it."""
+    def _settle(self, chunks: dict[Digest, memoryview], owned: bool) -> None:
+        """Return when the chunks are in files. One thread sees to each, others wait for it."""
+        mine: dict[Digest, Future[None]] = {}
+        others: list[Future[None]] = []
         with self._mutex:
-            if digest in self._settled:
-                return
-            running = self._running.get(digest)
-            if running is None:
-                mine: Future[None] = Future()
-                self._running[digest] = mine
-        if running is not None:
-            running.result()
-            return
+            for digest in chunks:
+                if digest in self._running:
+                    others.append(self._running[digest])
+                elif digest not in self._settled:
+                    mine[digest] = self._running[digest] = Future()
+        if mine:
+            self._settle_mine({digest: chunks[digest] for digest in mine}, mine, owned)
+        for other in others:  # after our own, for which their thread may be waiting
+            other.result()
+
+    def _settle_mine(
+        self, chunks: dict[Digest, memoryview], running: dict[Digest, Future[None]], owned: bool
+    ) -> None:
         try:
-            self._find_or_stage(digest, view, owned)
+            self._find_or_stage(chunks, owned)
         except BaseException as error:
-            mine.set_exception(error)
+            for future in running.values():
+                future.set_exception(error)
             raise
         else:
-            mine.set_result(None)
+            for future in running.values():
+                future.set_result(None)
         finally:
             with self._mutex:
-                del self._running[digest]
+                for digest in running:
+                    del self._running[digest]
 
-    def _find_or_stage(self, digest: Digest, view: memoryview, owned: bool) -> None:
-        size = len(view)
-        self._lease.add_chunks((digest,))  # before the question: gc must see what we rely on
-        path = self._layout.chunk(digest)
+    def _find_or_stage(self, chunks: dict[Digest, memoryview], owned: bool) -> None:
+        self._lease.add_chunks(tuple(chunks))  # before the question: gc must see what we rely on
         with self._context.index.write() as txn:
-            entry = txn.get(digest)
-            known = (
-                entry is not None and entry.size == size and chunkfiles.size_on_disk(path) == size
-            )
-        if not known:
-            staged = self._layout.staged(self._lease.id, digest)
-            if owned:
-                self._write(view, staged)
-            else:
-                self._copy_and_write(digest, view, staged)
+            known = {digest for digest, view in chunks.items() if self._is_known(txn, digest, view)}
+        for digest, view in chunks.items():
+            if digest not in known:
+                staged = self._layout.staged(self._lease.id, digest)
+                if owned:
+                    self._write(view, staged)
+                else:
+                    self._copy_and_write(digest, view, staged)
+            self._note(digest, len(view), new=digest not in known)
+
+    def _is_known(self, txn: Transaction, digest: Digest, view: memoryview) -> bool:
+        entry = txn.get(digest)
+        size = len(view)
+        return (
+            entry is not None
+            and entry.size == size
+            and chunkfiles.size_on_disk(self._layout.chunk(digest)) == size
+        )
+
+    def _note(self, digest: Digest, size: int, *, new: bool) -> None:
+        """Count a chunk that is in a file, and publish when enough of them are staged."""
         with self._mutex:
             self._settled[digest] = size
-            if not known:
+            if new:
                 self._staged[digest] = size
                 self._staged_bytes += size
             old = self._counters
             self._counters = Counters(
                 old.logical_bytes,
-                old.new_bytes + (0 if known else size),
+                old.new_bytes + (size if new else 0),
                 old.chunks + 1,
-                old.new_chunks + (not known),
+                old.new_chunks + new,
             )
+            full = self._staged_bytes >= BARRIER_BYTES or len(self._staged) >= BARRIER_CHUNKS
+        if full:
+            self.publish()
 
     def _write(self, view: memoryview, path: Path) -> None:
         mode = self._context.modes.data
@@ -460,8 +483,8 @@ def _withdrawn(future: Future[Part], piece: Piece) -> bool:
 
 
 def _collect(
-    window: deque[tuple[Future[Part], bytearray]], ring: queue.SimpleQueue[bytearray]
-) -> Part:
+    window: deque[tuple[Future[list[Part]], bytearray]], ring: queue.SimpleQueue[bytearray]
+) -> list[Part]:
     future, buffer = window.popleft()
     try:
         return future.result()
