@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas.config import Config
+from cas.config import KEYS, Config
 from cas.layout import Layout
 from cas.progress import SILENT, Progress
 from cas_cli.options import Given
@@ -52,8 +52,15 @@ class App:
     def _stored(self) -> dict[str, Any]:
         config = Config.load(Layout(self.path))
         default = Config()
-        values = {key: getattr(config, key) for key in ("umask", "grace")}
+        values = {key: getattr(config, key) for key in KEYS}
         return {key: v for key, v in values.items() if v != getattr(default, key)}
+
+    def _overrides(self) -> dict[str, str]:
+        """Settings of the store that the environment decides, for writers to go by."""
+        names = [s.name for s in SETTINGS if s.stored and s.env in self.environ]
+        for name in names:
+            self.effective(name)  # raises the error that names the variable
+        return {name: self.environ[BY_NAME[name].env] for name in names if name != "umask"}
 
     @contextlib.contextmanager
     def store(
@@ -77,6 +84,7 @@ class App:
             create=create,
             read_only=read_only,
             umask=umask,
+            settings=self._overrides(),
         ) as store:
             if store.read_only and write:
                 raise refusal()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cas.config import parse_duration, parse_umask
+from cas.config import NONE, parse_age, parse_count, parse_duration, parse_size, parse_umask
 from cas.errors import UsageError
 from cas_cli.options import Given
 
@@ -69,6 +69,10 @@ def show_duration(seconds: int) -> str:
     return f"{seconds}s"
 
 
+def _or_none(show: Callable[[Any], str]) -> Callable[[Any], str]:
+    return lambda value: NONE if value is None else show(value)
+
+
 def _show_umask(value: int | None) -> str:
     return "the process's own" if value is None else f"{value:04o}"
 
@@ -95,6 +99,18 @@ SETTINGS = (
     Setting(
         "grace", "gc --grace", "CAS_GRACE", parse_duration, show_duration, lambda: 0, True,
         "for how long gc spares what nothing uses any more",
+    ),
+    Setting(
+        "keep_last", "gc --keep-last", "CAS_KEEP_LAST", parse_count, _or_none(str), lambda: None,
+        True, "gc drops all but so many generations of each artifact",
+    ),
+    Setting(
+        "older_than", "gc --older-than", "CAS_OLDER_THAN", parse_age, _or_none(show_duration),
+        lambda: None, True, "gc drops old generations and action records not used for so long",
+    ),
+    Setting(
+        "max_size", "gc --max-size", "CAS_MAX_SIZE", parse_size, _or_none(str), lambda: None, True,
+        "for how many bytes gc and writers make room, dropping what was not used for longest",
     ),
 )  # fmt: skip
 BY_NAME = {setting.name: setting for setting in SETTINGS}

@@ -61,8 +61,11 @@ def test_gc_deletes_what_rm_left_and_nothing_else(run: Run, filled: Filled, tmp_
         "freed_bytes": 0,
         "spared": 0,
         "dropped_refs": [],
+        "dropped_actions": [],
         "dead_manifests": 1,
         "staged_bytes": 0,
+        "max_bytes": None,
+        "over_bytes": 0,
         "problems": [],
     }
     assert len(filled.chunk_files()) == 12
