@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -74,10 +75,11 @@ def views(draw: Any) -> View:
     """Any sizes, strides (zero and overlapping ones too) and offset within `MEMORY`."""
     dtype = draw(st.sampled_from(DTYPES))
     elements = len(MEMORY) // dtype.itemsize
-    shape = draw(st.lists(st.integers(0, 40), max_size=4))
+    shape = draw(st.lists(st.integers(0, 20), max_size=4))
     longest = draw(st.integers(0, 3))
     if longest < len(shape):
-        shape[longest] = draw(st.integers(0, 3000))
+        rest = math.prod(size for size in shape if size) * dtype.itemsize
+        shape[longest] = draw(st.integers(0, min(3000, 8 * CHUNK // rest)))
     strides: list[int] = []
     room = elements - 1
     for size in shape:
@@ -95,16 +97,13 @@ def row_major(tensor: Any) -> bytes:
         return b""
     carriers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     plain = tensor.view(carriers.get(tensor.element_size(), tensor.dtype))
-    return plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return plain.contiguous().numpy().tobytes()
 
 
 @given(view=views(), copier=st.sampled_from([None, "slow", "cuda", "pageable"]))
 def test_put_then_mapped_is_the_same(view: View, copier: str | None, writer: Writer) -> None:
     tensor = view.make()
     expected = row_major(tensor)
-    if len(expected) > 8 * CHUNK:
-        tensor = tensor.reshape(-1)[: 8 * CHUNK // tensor.element_size()]
-        expected = row_major(tensor)
     copiers = {
         "slow": SlowDevice,
         "cuda": lambda: CudaCopier(CPU, FakeCuda()),
