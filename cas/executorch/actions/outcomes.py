@@ -68,6 +68,11 @@ class Outcomes:
         return self._reasons("miss")
 
     @property
+    def missed(self) -> int:
+        """How many actions were compiled and recorded."""
+        return sum(self.misses.values())
+
+    @property
     def uncacheable(self) -> Counter[str]:
         """Actions that were compiled and not kept, by the reason."""
         return self._reasons("uncacheable")
