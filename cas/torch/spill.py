@@ -194,9 +194,24 @@ def _held_by_tensors_only(found: dict[int, torch.Tensor]) -> set[int]:
             continue
         if _storage_references(storage) != len(group) + one_storage:
             continue
-        if all(_references(t) == one_tensor + views[id(t)] for t in group.values()):
+        if all(
+            _references(t) == one_tensor + views[id(t)] + _gradient_references(t)
+            for t in group.values()
+        ):
             free.add(key)
     return free
+
+
+def _gradient_references(tensor: torch.Tensor) -> int:
+    """1 if autograd holds a weight to accumulate its gradient, as it does once it was used."""
+    if not (tensor.requires_grad and tensor.is_leaf):
+        return 0
+    before = _references(tensor)
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    # Asking makes the node where there was none, and that one holds the tensor from now on.
+    made = _references(tensor) - before
+    del node
+    return 1 - made
 
 
 def _tensors_by_storage(found: dict[int, torch.Tensor]) -> dict[int, dict[int, torch.Tensor]]:

@@ -249,6 +249,25 @@ def test_memory_that_numpy_or_dlpack_uses_is_left_alone(writer: Writer) -> None:
         assert array[0, 0] == 42.0
 
 
+def test_a_weight_that_was_used_is_spilled(writer: Writer) -> None:
+    weights = [torch.nn.Parameter(sample(seed=n)) for n in range(2)]
+    copy, product = weights[0].clone(), weights[1].detach() * 2
+    assert copy.requires_grad
+    assert spill(weights, writer).moved_storages == 2
+    copy.sum().backward()
+    assert torch.equal(weights[0].grad, torch.ones(SIDE, SIDE))
+    assert torch.equal(product, 2 * weights[1])
+
+
+def test_a_capsule_of_a_weight_is_noticed(writer: Writer) -> None:
+    weight = torch.nn.Parameter(sample())
+    capsule = torch.utils.dlpack.to_dlpack(weight)
+    assert spill([weight], writer).moved_storages == 0
+    copy = weight.clone()
+    assert spill([weight], writer).moved_storages == 0
+    del capsule, copy
+
+
 def test_a_saved_graph_keeps_its_weights(writer: Writer) -> None:
     weight = torch.nn.Parameter(sample())
     out = (weight * weight).sum()
