@@ -86,12 +86,11 @@ class Recording:
         """
         assert self._recorder is not None, "begin() comes first"
         with self._stack:
+            writer, _ = self._capture.parts()
+            writer.barrier()  # for `_outlive`: a script that failed may still write something
             if not record:
                 return (), 0
-            recorded = tuple(self._commit_all(self._recorder))
-            writer, _ = self._capture.parts()
-            writer.barrier()  # for `_outlive`
-            return recorded, self._recorder.unwritten
+            return tuple(self._commit_all(self._recorder)), self._recorder.unwritten
 
     def _outlive(self) -> None:
         """Keep readable what handlers left in `atexit`, or other threads, are still to write."""
