@@ -24,12 +24,19 @@ class SizeLimit:
         self.context = context
         self._mutex = threading.Lock()
         self._enough = 0
+        self._told = False
 
-    def keep(self) -> None:
+    def keep(self, *, replaced: bool = False) -> None:
         """Collect garbage, and give up what the policy allows, if the store is too large now.
 
         It does not wait for another gc, and its failure is not the writer's: it is logged.
+
+        Args:
+            replaced: something is not current any more, so that even a gc which has just been of
+                no use may find something to give up.
         """
+        if replaced:
+            self._enough = 0
         if not self._mutex.acquire(blocking=False):
             return  # another thread is at it
         try:
@@ -52,8 +59,11 @@ class SizeLimit:
         except Busy:
             return
         left = self._size()
-        if left > limit:
-            self._enough = left + limit // GROWTH
+        if left <= limit:
+            return
+        self._enough = left + limit // GROWTH
+        if not self._told:
+            self._told = True
             logger.warning(
                 "the store at %s has %d bytes of chunks, more than max_size allows (%s): %s",
                 self.context.layout.root,

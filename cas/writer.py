@@ -197,7 +197,7 @@ class Writer:
                 }
                 commit = self._record(name, recipes, digests, tensors, provenance)
                 commit = replace(commit, paths=tuple(assembly.publish()))
-        self._limit.keep()
+        self._limit.keep(replaced=commit.ref.generation > 1)
         return commit
 
     # --- actions --------------------------------------------------------------------------------
