@@ -27,7 +27,7 @@ from cas.digest import Digest
 from cas.errors import SourceChanged, UsageError
 from cas.index import Entry, Transaction
 from cas.leases import Lease
-from cas.manifest import ChunkPart, Part, Recipe, ZeroPart
+from cas.manifest import ChunkPart, Part, Recipe, ZeroPart, chunk_sizes
 from cas.progress import Progress
 from cas.reading import Buffers
 
@@ -182,7 +182,7 @@ class Ingest:
         Raises:
             UsageError: the buffer is not C-contiguous.
         """
-        view = _as_bytes(data)
+        view = as_bytes(data)
         if not view:
             return Recipe()
         pieces = [view[o : o + n] for o, n in cut(len(view), self._context.chunk_size)]
@@ -336,7 +336,7 @@ class Ingest:
     def _find_or_stage(self, chunks: dict[Digest, memoryview], owned: bool) -> None:
         self._lease.add_chunks(tuple(chunks))  # before the question: gc must see what we rely on
         with self._context.index.write() as txn:
-            known = {digest for digest, view in chunks.items() if self._is_known(txn, digest, view)}
+            known = {d for d, view in chunks.items() if self._is_known(txn, d, len(view))}
         for digest, view in chunks.items():
             if digest not in known:
                 staged = self._layout.staged(self._lease.id, digest)
@@ -346,14 +346,31 @@ class Ingest:
                     self._copy_and_write(digest, view, staged)
             self._note(digest, len(view), new=digest not in known)
 
-    def _is_known(self, txn: Transaction, digest: Digest, view: memoryview) -> bool:
+    def _is_known(self, txn: Transaction, digest: Digest, size: int) -> bool:
         entry = txn.get(digest)
-        size = len(view)
         return (
             entry is not None
             and entry.size == size
             and chunkfiles.size_on_disk(self._layout.chunk(digest)) == size
         )
+
+    def recall(self, recipe: Recipe) -> bool:
+        """Take in bytes that need not be read, since ``recipe`` is known to give them.
+
+        False, and nothing happened, if not all of its chunks are in the store.
+        """
+        with self._mutex:
+            fresh = {d: n for d, n in chunk_sizes([recipe]).items() if d not in self._settled}
+        self._lease.add_chunks(fresh)  # before the question, as always
+        with self._context.index.write() as txn:
+            if not all(self._is_known(txn, digest, size) for digest, size in fresh.items()):
+                return False
+        for digest, size in fresh.items():
+            self._note(digest, size, new=False)
+        with self._telling:
+            self._progress.advance(recipe.size)
+        self._account(recipe.size)
+        return True
 
     def _note(self, digest: Digest, size: int, *, new: bool) -> None:
         """Count a chunk that is in a file, and publish when enough of them are staged."""
@@ -466,7 +483,8 @@ class Ingest:
         self._writing.close()
 
 
-def _as_bytes(data: Buffer) -> memoryview:
+def as_bytes(data: Buffer) -> memoryview:
+    """All of a buffer as single bytes; UsageError if it is not C-contiguous."""
     try:
         view = memoryview(data)
         return view.cast("B") if view.nbytes else memoryview(b"")

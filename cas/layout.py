@@ -187,6 +187,14 @@ class Layout:
     def journal_lock(self) -> Path:
         return self.locks / "journal"
 
+    @property
+    def sources(self) -> Path:
+        """What is known of files outside the store."""
+        return self.root / "sources"
+
+    def source(self, name: str) -> Path:
+        return self.sources / name
+
     def chunk(self, digest: Digest) -> Path:
         text = digest.hex()
         # One parse instead of three: this is asked for every chunk of every tensor.

@@ -15,8 +15,9 @@ from cas.assemble import assembling
 from cas.context import Context
 from cas.digest import Digest
 from cas.errors import UsageError
+from cas.filestat import MappedSources, Sources
 from cas.index import Entry
-from cas.ingest import BARRIER_CHUNKS, Counters, Ingest, Piece, Readable
+from cas.ingest import BARRIER_CHUNKS, Counters, Ingest, Piece, Readable, as_bytes
 from cas.layout import check_file_name
 from cas.leases import Lease
 from cas.limits import SizeLimit
@@ -68,6 +69,8 @@ class Writer:
         self._progress = progress
         self._limit = SizeLimit(context)
         self._ingest = Ingest(context, lease, progress, self._limit.keep)
+        sources = Sources(context.layout, context.modes, now=lambda: int(context.clock() * 1e9))
+        self._mapped = MappedSources(sources)
         self._closed = False
 
     @property
@@ -83,14 +86,24 @@ class Writer:
         """Take in any C-contiguous buffer, without copying it.
 
         When this returns, the bytes are in files that this writer can read, and the caller may
-        change or free its memory. They are durable after `barrier` or `commit`.
+        change or free its memory. They are durable after `barrier` or `commit`. Memory that maps a
+        file which has not changed since it was put is not read; see `cas.filestat`.
 
         Raises:
             UsageError: the buffer is not contiguous, or the writer is closed.
             NoSpace: the disk is full.
         """
         self._require_open()
-        return self._ingest.put(data)
+        view = as_bytes(data)
+        source = self._mapped.find(view)
+        if source is not None:
+            known = self._mapped.recall(source)
+            if known is not None and self._ingest.recall(known):
+                return known
+        recipe = self._ingest.put(view)
+        if source is not None:
+            self._mapped.learn(source, recipe)
+        return recipe
 
     def put_stream(self, stream: Readable) -> Recipe:
         """Take in all that a binary stream gives; memory held is the store's ring of buffers."""
@@ -332,6 +345,8 @@ class Writer:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            if self._lease.is_mine:
+                self._mapped.save(self._context.layout.staging(self._lease.id))
             self._ingest.close()
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cas import header, refs
+from cas import filestat, header, refs
 from cas.config import Config
 from cas.digest import Digest
 from cas.errors import CasError, UsageError
@@ -88,6 +88,7 @@ def parsers(directory: Path) -> dict[str, Parse]:
         "manifest": parse_manifest,
         "record": parse_record,
         "event": parse_event,
+        "source": filestat.parse,
         "counters": parse_tally,
         "ref": from_file(generation, lambda: refs.read(layout, RefId("n", 1))),
         "header": from_file(layout.header, lambda: header.read(layout)),

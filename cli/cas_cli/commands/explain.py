@@ -170,7 +170,7 @@ def _why(miss: Miss) -> str:
         "stale": "something that the recorded computation read has changed",
     }
     if miss.event.outcome == "mismatch":
-        return f"computed again for CAS_RECHECK, and it came out otherwise: {miss.event.reason}"
+        return f"computed again for CAS_RECHECK, and it came out otherwise{about}"
     if miss.event.reason != "absent":
         return reasons.get(miss.event.reason, miss.event.reason) + about
     if miss.nearest is None:

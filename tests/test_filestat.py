@@ -1,0 +1,391 @@
+"""A mapped file that was put before is not read again, unless anything at all may have changed."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cas import Store, filestat, fsio
+from cas.errors import NoSpace, UsageError
+from cas.filestat import DISKS, Identity, Sources, decode, encode
+from cas.ingest import Ingest
+from cas.manifest import Recipe, ZeroPart, canonical_json
+from cas.mappings import FileRange, Mappings, address_of, is_unwritten, parse
+from cas.testing.steps import step_hook
+from cas.testing.stores import contents, open_store, scratch
+
+SIZE = 3 << 20
+DATA = contents(1, SIZE)
+LATER = 3600.0
+#: `_CLEAN` needs what only Linux tells; a container may hide it.
+on_disk = pytest.mark.skipif(
+    not os.access("/proc/self/pagemap", os.R_OK), reason="/proc/self/pagemap cannot be read here"
+)
+
+
+class Mapped:
+    """A private mapping of a file, as torch.load(mmap=True) makes it."""
+
+    def __init__(self, path: Path, flags: int = mmap.MAP_PRIVATE) -> None:
+        with open(path, "r+b") as file:
+            self.map = mmap.mmap(file.fileno(), 0, flags=flags)
+        self.view = memoryview(self.map)
+
+    def close(self) -> None:
+        self.view.release()
+        self.map.close()
+
+
+def later() -> float:
+    return time.time() + LATER
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """Where stores may be: in memory, since they are hundreds of directories."""
+    with scratch() as path:
+        yield path
+
+
+@pytest.fixture
+def store(root: Path) -> Iterator[Store]:
+    with open_store(root / "store", chunk_size=1 << 20, clock=later) as opened:
+        yield opened
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    if fsio.filesystem_type(tmp_path) not in DISKS:
+        pytest.skip("temporary files are not on a disk's filesystem here")
+    path = tmp_path / "weights.bin"
+    path.write_bytes(DATA)
+    return path
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what was hashed."""
+    seen: list[int] = []
+    real = Ingest.put
+
+    def put(self: Ingest, data: memoryview) -> Recipe:
+        seen.append(len(data))
+        return real(self, data)
+
+    monkeypatch.setattr(Ingest, "put", put)
+    return seen
+
+
+def put(store: Store, path: Path, start: int = 0, end: int = SIZE) -> bytes:
+    """Put a mapped file, and give back what the store then has."""
+    mapped = Mapped(path)
+    try:
+        with store.writer() as writer:
+            recipe = writer.put(mapped.view[start:end])
+            writer.barrier()
+            return writer.read(recipe)
+    finally:
+        mapped.close()
+
+
+@on_disk
+def test_what_was_put_before_is_not_read_again(
+    store: Store, file: Path, reads: list[int], tmp_path: Path
+) -> None:
+    assert put(store, file) == DATA and reads == [SIZE]
+    mapped = Mapped(file)
+    with store.writer() as writer:
+        recipe = writer.put(mapped.view)
+        assert writer.counters.logical_bytes == SIZE and writer.counters.new_bytes == 0
+        commit = writer.commit("again", {"f": recipe})
+    assert reads == [SIZE] and commit.chunks == len(list(recipe.chunks()))
+    (path,) = store.assemble("again", tmp_path / "out")
+    assert path.read_bytes() == DATA
+    mapped.close()
+
+
+@on_disk
+def test_parts_of_a_file_are_known_by_their_place(
+    store: Store, file: Path, reads: list[int]
+) -> None:
+    half = 5000
+    assert put(store, file, half) == DATA[half:]
+    assert put(store, file, half) == DATA[half:] and reads == [SIZE - half]
+    assert put(store, file) == DATA and reads == [SIZE - half, SIZE]
+    assert put(store, file, half) == DATA[half:] and put(store, file) == DATA
+    assert len(reads) == 2
+
+
+@on_disk
+def test_short_memory_and_memory_of_no_file_are_read(
+    store: Store, file: Path, reads: list[int]
+) -> None:
+    for _ in range(2):
+        put(store, file, 0, 1 << 20)
+        with store.writer() as writer:
+            writer.put(DATA)
+    assert len(reads) == 4 and not store.context.layout.sources.exists()
+
+
+def change_a_byte(path: Path) -> None:
+    with open(path, "r+b") as file:
+        os.pwrite(file.fileno(), b"!", SIZE // 2)
+
+
+def change_and_hide_it(path: Path) -> None:
+    before = path.stat()
+    change_a_byte(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def replace(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(DATA[: SIZE // 2] + b"!" + DATA[SIZE // 2 + 1 :])
+    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    os.replace(other, path)
+
+
+@on_disk
+@pytest.mark.parametrize("change", [change_a_byte, change_and_hide_it, replace])
+def test_a_changed_file_is_read(store: Store, file: Path, reads: list[int], change: object) -> None:
+    put(store, file)
+    change(file)  # type: ignore[operator]
+    assert put(store, file) == file.read_bytes() != DATA
+    assert len(reads) == 2
+
+
+@on_disk
+def test_memory_that_was_written_to_is_read_and_never_taken_for_the_file(
+    store: Store, file: Path, reads: list[int]
+) -> None:
+    mapped = Mapped(file)
+    mapped.view[SIZE - 1] ^= 1
+    with store.writer() as writer:
+        assert writer.read(writer.put(mapped.view)) == bytes(mapped.view) != DATA
+    assert put(store, file) == DATA and len(reads) == 2
+    with store.writer() as writer:
+        assert writer.read(writer.put(mapped.view)) == bytes(mapped.view)
+    assert len(reads) == 3
+    mapped.close()
+
+
+@on_disk
+def test_memory_written_to_while_it_is_put_is_not_remembered(
+    store: Store, file: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped = Mapped(file)
+    inner = Ingest.put
+
+    def put_then_write(self: Ingest, data: memoryview) -> Recipe:
+        recipe = inner(self, data)
+        mapped.view[0] ^= 1
+        return recipe
+
+    monkeypatch.setattr(Ingest, "put", put_then_write)
+    with store.writer() as writer:
+        writer.put(mapped.view)
+    assert not store.context.layout.sources.exists()
+    mapped.close()
+
+
+@on_disk
+def test_a_mapping_of_a_file_whose_name_another_has_now_is_read(
+    store: Store, file: Path, reads: list[int]
+) -> None:
+    put(store, file)
+    mapped = Mapped(file)
+    replace(file)
+    with store.writer() as writer:
+        assert writer.read(writer.put(mapped.view)) == DATA
+    file.unlink()
+    with store.writer() as writer:
+        assert writer.read(writer.put(mapped.view)) == DATA
+    assert len(reads) == 3
+    mapped.close()
+
+
+@on_disk
+def test_a_writable_shared_mapping_is_read(store: Store, file: Path, reads: list[int]) -> None:
+    for _ in range(2):
+        mapped = Mapped(file, mmap.MAP_SHARED)
+        with store.writer() as writer:
+            writer.put(mapped.view)
+        mapped.close()
+    assert reads == [SIZE, SIZE]
+
+
+@on_disk
+def test_a_file_changed_a_moment_ago_is_read_again(
+    root: Path, file: Path, reads: list[int]
+) -> None:
+    with open_store(root / "s") as store:  # whose clock is not ahead
+        put(store, file)
+        put(store, file)
+    assert reads == [SIZE, SIZE]
+
+
+@on_disk
+def test_a_missing_chunk_is_written_again(store: Store, file: Path, reads: list[int]) -> None:
+    put(store, file)
+    next(store.path.glob("chunks/*/*")).unlink()
+    assert put(store, file) == DATA
+    assert len(reads) == 2 and put(store, file) == DATA and len(reads) == 2
+
+
+@on_disk
+def test_damage_and_loss_of_what_is_known_cost_a_read(
+    store: Store, file: Path, reads: list[int]
+) -> None:
+    put(store, file)
+    (known,) = store.context.layout.sources.iterdir()
+    whole = known.read_bytes()
+    for number, rotten in enumerate([b"", whole[:-1], whole[:50] + b"x" + whole[51:], b"{}"], 2):
+        known.write_bytes(rotten)
+        assert put(store, file) == DATA and len(reads) == number
+    assert known.read_bytes() == whole
+    known.unlink()
+    assert put(store, file) == DATA and len(reads) == 6
+
+
+@on_disk
+def test_a_full_disk_loses_what_was_learnt_and_nothing_else(
+    store: Store, file: Path, reads: list[int]
+) -> None:
+    def full(operation: str, path: Path | str) -> None:
+        if "source-" in str(path):
+            raise NoSpace(Path(path))
+
+    with step_hook(full):
+        assert put(store, file) == DATA
+    assert put(store, file) == DATA and len(reads) == 2
+
+
+@on_disk
+def test_only_so_many_files_are_remembered(
+    store: Store, tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filestat, "MAX_FILES", 3)
+    for number in range(5):
+        (tmp_path / f"{number}").write_bytes(DATA)
+        put(store, tmp_path / f"{number}")
+    assert len(list(store.context.layout.sources.iterdir())) == 3
+
+
+@on_disk
+def test_a_mapped_chunk_is_no_source(tmp_path: Path, file: Path) -> None:
+    with open_store(tmp_path / "store", chunk_size=4 << 20, clock=later) as store:
+        put(store, file)
+        (chunk,) = store.path.glob("chunks/*/*")
+        os.chmod(chunk, 0o644)
+        assert put(store, chunk) == DATA
+        assert len(list(store.context.layout.sources.iterdir())) == 1
+
+
+# --- what the kernel tells ----------------------------------------------------------------------
+
+
+@on_disk
+def test_only_unwritten_pages_of_a_file_count(file: Path) -> None:
+    mapped = Mapped(file)
+    found = Mappings().find(mapped.view[4096:])
+    assert found is not None and (found.offset, found.length) == (4096, SIZE - 4096)
+    assert found.path == str(file) and found.inode == file.stat().st_ino
+    assert mapped.view[5] == DATA[5] and is_unwritten(found)
+    mapped.view[SIZE - 1] = 0
+    assert not is_unwritten(found) and Mappings().find(mapped.view) is None
+    assert Mappings().find(mapped.view[: SIZE // 2]) is not None
+    assert Mappings().find(memoryview(bytearray(SIZE))) is None
+    mapped.close()
+
+
+def test_where_the_kernel_does_not_tell_nothing_is_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bytearray(b"x" * 8192)
+    address = address_of(memoryview(data))
+    assert address is not None
+    found = FileRange(address, 4096, 0, 1, 2, "/f")
+    assert not is_unwritten(found)  # a page of no file
+
+    def refuse(*_: object, **__: object) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert not is_unwritten(found)
+
+
+def test_addresses_are_those_of_the_bytes() -> None:
+    data = bytearray(100)
+    address = address_of(memoryview(data))
+    assert address is not None and address_of(memoryview(data)[7:]) == address + 7
+    assert address_of(b"read only") is not None
+
+
+MAPS = b"""\
+10000-20000 r--p 00000000 08:01 77                         /data/w
+20000-30000 rw-p 00010000 08:01 77                         /data/w
+40000-50000 rw-s 00000000 08:01 78                         /data/shared file
+50000-60000 r--s 00000000 08:01 79                         /data/new\\012line
+60000-70000 rw-p 00000000 00:00 0
+70000-80000 r-xp 00000000 08:01 80                         /gone (deleted)
+ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0    [vsyscall]
+nonsense
+"""
+
+
+def test_mappings_are_read_as_proc_prints_them() -> None:
+    found = parse(MAPS)
+    assert [(m.start, m.offset, m.path, m.may_be_written, m.shared) for m in found] == [
+        (0x10000, 0, "/data/w", False, False),
+        (0x20000, 0x10000, "/data/w", True, False),
+        (0x40000, 0, "/data/shared file", True, True),
+        (0x50000, 0, "/data/new\nline", False, True),
+    ]
+    assert found[0].device == os.makedev(8, 1) and found[0].inode == 77
+
+
+# --- what is remembered -------------------------------------------------------------------------
+
+IDENTITY = Identity(1, 2, 1000, 3, 4)
+
+
+def test_ranges_read_back_as_they_were_written() -> None:
+    ranges = {(0, 9): Recipe((ZeroPart(9),)), (9, 3): Recipe.literal(b"abc")}
+    assert decode(encode(IDENTITY, ranges)) == (IDENTITY, ranges)
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [[0, 9, [["zero", 8]]]],
+        [[995, 9, [["zero", 9]]]],
+        [[-1, 9, [["zero", 9]]]],
+        [[0, 9]],
+        [7],
+        {},
+        [[0, True, [["zero", 1]]]],
+    ],
+)
+def test_ranges_are_not_believed(ranges: object) -> None:
+    keys = ("device", "inode", "size", "modified", "changed")
+    body = canonical_json({**dict(zip(keys, (1, 2, 1000, 3, 4), strict=True)), "ranges": ranges})
+    with pytest.raises(UsageError):
+        filestat.parse(body)
+
+
+def test_other_filesystems_than_disks_are_not_trusted(store: Store, file: Path) -> None:
+    stat = file.stat()
+    found = FileRange(0, 10, 0, stat.st_dev, stat.st_ino, str(file))
+    layout, modes = store.context.layout, store.context.modes
+    assert Sources(layout, modes, now=time.time_ns).locate(found) is not None
+    elsewhere = Sources(layout, modes, now=time.time_ns, disks=frozenset(("tmpfs",)))
+    assert elsewhere.locate(found) is None
+    assert (
+        Sources(layout, modes, now=time.time_ns).locate(
+            FileRange(0, SIZE, 1, stat.st_dev, stat.st_ino, str(file))
+        )
+        is None
+    )
