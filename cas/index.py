@@ -48,6 +48,9 @@ __all__ = ["Absent", "Entry", "Index", "Transaction"]
 
 logger = logging.getLogger(__name__)
 
+#: A stamp is five numbers; what is longer is none.
+_MAX_STAMP = 4096
+
 
 class Index:
     """A process's handle on one store's index. Thread safe; one per store and process.
@@ -401,7 +404,8 @@ class Index:
     def _read_stamp(self) -> list[object]:
         """What `stamp` said at the last clean close, then the checksum; or nothing of use."""
         try:
-            found = json.loads((self.path / "stamp").read_bytes())
+            with open(self.path / "stamp", "rb") as file:
+                found = json.loads(file.read(_MAX_STAMP))
         except (OSError, ValueError, RecursionError):
             return []
         return found if isinstance(found, list) else []

@@ -25,6 +25,9 @@ MAX_SIZE: Final = 2**63 - 1
 MAX_LITERAL: Final = 1 << 20
 #: 800,000 chunks: 3 TB of weights in one artifact. Bounds what a hostile one can cost.
 MAX_MANIFEST_BYTES: Final = 64 << 20
+#: Twice what that many chunks need. An empty list of three bytes takes twenty times that in memory.
+MAX_LISTS: Final = 2_000_000
+MAX_VALUES: Final = 8_000_000
 MAX_TENSOR_DIMS: Final = 64
 MAX_JSON_DEPTH: Final = 16
 MAX_NAME_CHARS: Final = 4096
@@ -325,6 +328,8 @@ def load_json(data: bytes) -> Any:
     """
     if len(data) > MAX_MANIFEST_BYTES:
         raise UsageError(f"it has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}")
+    if data.count(b"[") + data.count(b"{") > MAX_LISTS or data.count(b",") > MAX_VALUES:
+        raise UsageError(f"it has more than {MAX_LISTS} lists or {MAX_VALUES} values")
     try:
         return json.loads(
             data.decode("utf-8"),  # or json would guess other encodings, and skip a BOM
