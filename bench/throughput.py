@@ -22,9 +22,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from blake3 import blake3
+from steady import settle
 
 import cas
 from cas.context import DEFAULT_WORKERS
@@ -34,8 +36,8 @@ TINY, TINY_BYTES = 20_000, 8192
 BUDGETS = {"ingest new": 1.1, "ingest known": 1.15, "assemble": 1.1}
 
 
-def timed(work: Callable[[], object]) -> float:
-    os.sync()  # nobody pays for the step before
+def timed_in(directory: Path, nbytes: int, work: Callable[[], object]) -> float:
+    settle(directory, nbytes)
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
@@ -68,6 +70,7 @@ class Round:
             cas.Store.open(store_path) as store,
         ):
             view = memoryview(mapped)
+            timed = partial(timed_in, self.work, len(view) + (256 << 20))
             seconds = {
                 "cp": timed(lambda: copy_durably(self.source, self.work / "copy")),
                 "blake3 threads": timed(lambda: blake3(view, max_threads=blake3.AUTO).digest()),
@@ -103,6 +106,7 @@ def tiny(work: Path) -> dict[str, float]:
             file.flush()
             os.fsync(file.fileno())
 
+    timed = partial(timed_in, work, 2 * len(data))
     with cas.Store.open(work / "tiny") as store:
 
         def chunks() -> None:
