@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cas import Digest, Store, gc, verify
+from cas import Digest, Store, gc, quarantine, repair, verify
 from cas.journal import Event
 from cas.layout import Layout
 from cas.testing.damage import flip_bit
@@ -165,6 +165,22 @@ def check_all(root: Path) -> None:
         verify.verify(store)
 
 
+def prepare_with_losses(root: Path) -> None:
+    """Of what is kept, one chunk has a flipped bit and another is gone; a copy is outside."""
+    prepare(root)
+    layout = Layout(root / "store")
+    data = KEPT["kept/one"]
+    flip_bit(layout.chunk(Digest.of(data[:CHUNK])))
+    layout.chunk(Digest.of(data[CHUNK : 2 * CHUNK])).unlink()
+    (root / "copy").write_bytes(data)
+
+
+def mend(root: Path) -> None:
+    with open_store(root) as store:
+        repair.repair(store, verify.verify(store), [root / "copy"])
+        quarantine.execute(store, quarantine.plan(store))
+
+
 def rebuild(root: Path) -> None:
     index = root / "store" / "index" / "data.mdb"
     with contextlib.suppress(FileNotFoundError):
@@ -292,6 +308,12 @@ def check_gc(root: Path) -> None:
         assert count == len(live), "garbage is left after a second gc"
 
 
+def check_repair(root: Path) -> None:
+    mend(root)
+    assert not list(Layout(root / "store").quarantine.iterdir())
+    check_store(root)
+
+
 @dataclass(frozen=True)
 class Operation:
     prepare: Callable[[Path], None]
@@ -315,6 +337,7 @@ OPERATIONS = {
     "remove": Operation(prepare, remove, check_remove),
     "gc": Operation(prepare_with_garbage, collect, check_gc),
     "verify": Operation(prepare_with_damage, check_all, check_then_again(check_all)),
+    "repair": Operation(prepare_with_losses, mend, check_repair),
     "rebuild": Operation(prepare, rebuild, check_then_again(rebuild)),
     "rebuild-index": Operation(prepare, rebuild_on_request, check_then_again(rebuild_on_request)),
     "configure": Operation(prepare, configure, check_then_again(configure)),

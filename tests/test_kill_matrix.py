@@ -8,24 +8,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cas.testing.stores import scratch
-
 STRIDE = 6
 HALVES = [
     ("ingest", "remove", "record", "record-anew"),
-    ("create", "assemble", "gc", "verify", "rebuild", "rebuild-index", "configure"),
+    ("create", "assemble", "gc", "verify", "repair", "rebuild", "rebuild-index", "configure"),
 ]
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with scratch() as path:
-        yield path
 
 
 def run(repository: Path, root: Path, *options: str) -> list[dict[str, int]]:
