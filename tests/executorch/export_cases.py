@@ -90,10 +90,12 @@ def one(
     return Built(lower(exported, partitioner, config), module, inputs)
 
 
-def external_delegate(module: nn.Module, inputs: Inputs) -> ExportedProgram:
-    """Mark the weights for an external file, the way XNNPACK wants it."""
+def external_delegate(
+    module: nn.Module, inputs: Inputs, tag: Callable[[torch.fx.Node], str] = lambda node: "model"
+) -> ExportedProgram:
+    """Mark the weights for external files, the way XNNPACK wants it."""
     unlifted = export(module, inputs, strict=False).module()
-    delegate_external_constants_pass_unlifted(unlifted, gen_tag_fn=lambda node: "model")
+    delegate_external_constants_pass_unlifted(unlifted, gen_tag_fn=tag)
     return export(unlifted, inputs, strict=False)
 
 
@@ -201,6 +203,15 @@ def mlp_xnnpack_external() -> Built:
 
 
 @case
+def mlp_xnnpack_two_tags() -> Built:
+    def tag(node: torch.fx.Node) -> str:
+        return "one" if "first" in node.name else "two"
+
+    exported = external_delegate(mlp(), x_mlp(), tag)
+    return Built(lower(exported, XnnpackPartitioner()))
+
+
+@case
 def mlp_xnnpack_strict() -> Built:
     return one(mlp(), x_mlp(), XnnpackPartitioner(), strict=True)
 
@@ -251,7 +262,7 @@ def methods_xnnpack() -> Built:
     return Built(lower(methods, XnnpackPartitioner()))
 
 
-def quantized_pt2e(module: nn.Module, inputs: Inputs) -> ExportedProgram:
+def quantized_pt2e(module: nn.Module, inputs: Inputs, dynamic: bool = False) -> ExportedProgram:
     from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
         XNNPACKQuantizer,
         get_symmetric_quantization_config,
@@ -259,7 +270,8 @@ def quantized_pt2e(module: nn.Module, inputs: Inputs) -> ExportedProgram:
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
     quantizer = XNNPACKQuantizer()
-    quantizer.set_global(get_symmetric_quantization_config(is_per_channel=True))
+    config = get_symmetric_quantization_config(is_per_channel=True, is_dynamic=dynamic)
+    quantizer.set_global(config)
     prepared = prepare_pt2e(export(module, inputs, strict=False).module(), quantizer)
     prepared(*inputs)
     return export(convert_pt2e(prepared), inputs, strict=False)
@@ -270,6 +282,12 @@ def mlp_int8_xnnpack() -> Built:
     model = mlp()
     exported = quantized_pt2e(model, x_mlp())
     return Built(lower(exported, XnnpackPartitioner()), model, x_mlp())
+
+
+@case
+def mlp_int8_dynamic_xnnpack() -> Built:
+    exported = quantized_pt2e(mlp(), x_mlp(), dynamic=True)
+    return Built(lower(exported, XnnpackPartitioner()))
 
 
 @case

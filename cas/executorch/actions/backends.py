@@ -28,7 +28,7 @@ _SIDE_EFFECTS: Final = frozenset({"debug_artifact_path", "dump_debug_info", "int
 #: Sources of the XNNPACK backend under which its payloads were found to depend neither on names
 #: nor on values of debug handles (``tests/executorch/actions/test_canonical.py``).
 _XNNPACK_SOURCES: Final = frozenset(
-    {"f811a33b31075dfd833b2144f3271604314f7bc966c580ab388f75c7a298b0db"}  # 1.5.1
+    {"72752002b43fc994b716a97e8613e08d74694637f1bf596d78e767138064c0dd"}  # 1.5.1
 )
 _AOTI: Final = "executorch.backends.aoti.aoti_backend"
 

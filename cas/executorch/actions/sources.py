@@ -30,6 +30,8 @@ _SETTLED: Final = frozenset(
     }
 )
 
+_SKIPPED: Final = frozenset({"__pycache__", "test", "tests"})
+
 
 def file_digest(path: str) -> Digest | None:
     """The digest of a regular file, remembered while its times and size stay; None without one."""
@@ -56,7 +58,7 @@ def _hash_file(file: Any) -> bytes:
 
 
 def tree_digest(root: Path, suffixes: tuple[str, ...] = ("",)) -> Digest:
-    """Names and contents of all files under a directory, compiled Python aside."""
+    """Names and contents of all files under a directory; not of its tests, nor compiled ones."""
     stream = Stream()
     for path in sorted(path for path in _files(root) if path.name.endswith(suffixes)):
         stream.put_text(b"fn", path.relative_to(root).as_posix())
@@ -66,7 +68,7 @@ def tree_digest(root: Path, suffixes: tuple[str, ...] = ("",)) -> Digest:
 
 def _files(root: Path) -> Iterator[Path]:
     for directory, names, files in os.walk(root):
-        names[:] = [name for name in names if name != "__pycache__"]
+        names[:] = [name for name in names if name not in _SKIPPED]
         yield from (Path(directory, file) for file in files if not file.endswith((".pyc", ".pyo")))
 
 
