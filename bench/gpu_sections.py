@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -387,29 +388,24 @@ def _end_of(log: Path) -> str:
 
 
 def identity(settings: Settings, report: Report) -> None:
-    """Small models through CudaBackend: one process without `cas`, one with it."""
+    """Small models through CudaBackend: one process without `cas`, one with it, case by case."""
     from cuda_flow import CASES
 
-    found = {engine: _exports_by(settings, engine) for engine in ("stock", "cas")}
-    report.add(
-        exports={name: {engine: found[engine].get(name) for engine in found} for name in CASES},
-        failures={engine: results["failures"] for engine, results in found.items()},
-    )
-    report.check(
-        "the process without cas imported nothing of it", all(found["stock"]["checks"].values())
-    )
-    for name in CASES:
-        stock, ours = found["stock"].get(name), found["cas"].get(name)
-        if stock is None:
-            continue  # a model that ExecuTorch itself cannot export says nothing about us
-        report.check(
-            f"{name}: byte-identical", ours is not None and ours["files"] == stock["files"]
-        )
-    compared = [name for name in CASES if name in found["stock"]]
-    report.check("stock exports at least one model of each mode", _covers_modes(compared))
-    one, two = (found["cas"].get(name) for name in ("layers", "two methods"))
-    if one and two:
-        report.check("two methods share one copy of the weights", _one_copy(two))
+    found: dict[str, dict[str, Any]] = {}
+    with _Exporter(settings, "stock") as stock, _Exporter(settings, "cas") as ours:
+        for name in CASES:
+            found[name] = {"stock": stock.export(name), "cas": ours.export(name)}
+            report.add(exports=found)
+            # A model that ExecuTorch itself cannot export says nothing about us.
+            if "files" in found[name]["stock"]:
+                files = [found[name][engine].get("files") for engine in ("stock", "cas")]
+                report.check(f"{name}: byte-identical", files[0] == files[1])
+        report.check("the process without cas imported nothing of it", not stock.ask("cas?"))
+    compared = [name for name in CASES if "files" in found[name]["stock"]]
+    report.check("stock exports models of each mode", _covers_modes(compared))
+    shared = found["two methods"]["cas"]
+    if "files" in shared:
+        report.check("two methods share one copy of the weights", _one_copy(shared))
 
 
 def _covers_modes(names: list[str]) -> bool:
@@ -423,36 +419,54 @@ def _one_copy(export: dict[str, Any]) -> bool:
     return len(sizes) == 1 and sizes[0] < 1.5 * export["weights"]
 
 
-def _exports_by(settings: Settings, engine: str) -> dict[str, Any]:
-    """What a fresh process exported: each case's files by name with their size and SHA-256."""
-    result = settings.work / f"exports-{engine}.json"
-    spec = {**settings.__dict__, "engine": engine, "work": str(settings.work)}
-    done = subprocess.run(
-        [sys.executable, __file__, "exports", json.dumps(spec), str(result)],
-        stdout=sys.stderr,
-        stdin=subprocess.DEVNULL,
-    )
-    found: dict[str, Any] = json.loads(result.read_text())
-    if done.returncode != 0 and not found.get("failures"):
-        raise RuntimeError(f"the process that exports with {engine} ended with {done.returncode}")
-    return found
+class _Exporter:
+    """A fresh process that exports, with one engine, the cases that it is told."""
+
+    def __init__(self, settings: Settings, engine: str) -> None:
+        spec = {**settings.__dict__, "engine": engine, "work": str(settings.work)}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "exports", json.dumps(spec), os.devnull],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def __enter__(self) -> _Exporter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+    def export(self, case: str) -> dict[str, Any]:
+        """Each file's size and SHA-256 by name, and more; or what went wrong."""
+        answer: dict[str, Any] = self.ask(case)
+        return answer
+
+    def ask(self, question: str) -> Any:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(question + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("answer "):  # a compiler may print something too
+                return json.loads(line.removeprefix("answer "))
+        raise RuntimeError(f"the process that exports ended with {self._process.wait()}")
 
 
-def exports(settings: Settings, report: Report) -> None:
-    """The other side of `identity`: export every case with one engine."""
-    from cuda_flow import CASES
-
-    failures: dict[str, str] = {}
-    report.add(failures=failures)
-    for name in CASES:
-        try:
-            report.add(**{name: _export(settings, name)})
-        except Exception as error:
-            traceback.print_exc()
-            failures[name] = f"{type(error).__name__}: {error}"[:1000]
-            report.add(failures=failures)
-    if settings.engine == "stock":
-        report.check("nothing of cas was imported", "cas" not in sys.modules)
+def exports(settings: Settings) -> None:
+    """The other side of `_Exporter`."""
+    warnings.simplefilter("ignore")
+    for line in sys.stdin:
+        question = line.rstrip("\n")
+        answer: Any
+        if question == "cas?":
+            answer = any(name == "cas" or name.startswith("cas.") for name in sys.modules)
+        else:
+            try:
+                answer = _export(settings, question)
+            except Exception as error:
+                traceback.print_exc()
+                answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
+        print("answer " + json.dumps(answer), flush=True)
 
 
 def _export(settings: Settings, name: str) -> dict[str, Any]:
@@ -531,12 +545,15 @@ def run(settings: Settings, report: Report) -> None:
 
 SECTIONS: dict[str, Callable[[Settings, Report], None]] = {
     function.__name__: function
-    for function in (environment, copies, throughput, memory, identity, run, exports)
+    for function in (environment, copies, throughput, memory, identity, run)
 }
 
 
 def main() -> int:
     name, settings, path = sys.argv[1:]
+    if name == "exports":
+        exports(Settings.parse(settings))
+        return 0
     report = Report(Path(path))
     try:
         SECTIONS[name](Settings.parse(settings), report)
