@@ -162,6 +162,16 @@ def unmarked(directory: Path, marked: Container[bytes]) -> tuple[int, list[Diges
     return count, found
 
 
+def stat_in(directory: str, digest: Digest) -> os.stat_result:
+    """What is known of a file that `unmarked` found below ``directory``.
+
+    Raises:
+        FileNotFoundError: it is gone again.
+    """
+    name = digest.hex()
+    return os.lstat(f"{directory}/{name[:2]}/{name}")
+
+
 def total_size(layout: Layout) -> tuple[int, int]:
     """(number, bytes) of all chunk files, by walking them."""
     count = size = 0

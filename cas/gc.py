@@ -190,12 +190,13 @@ def _unused_chunks(context: Context, marks: Marks, grace: float) -> tuple[list[G
     """(dead chunks, number of those within grace, whether the index counts more than there are)."""
     dead: list[Garbage] = []
     spared = 0
+    directory = str(context.layout.chunks)
     files, candidates = chunkfiles.unmarked(context.layout.chunks, marks.chunks)
     with _entries(context) as txn:
         stale = txn.totals()[0] > files
         for digest in candidates:
             with contextlib.suppress(FileNotFoundError):
-                stat = os.lstat(context.layout.chunk(digest))
+                stat = chunkfiles.stat_in(directory, digest)
                 known = txn.get(digest)
                 seen = max(stat.st_mtime, known.last_seen if known else 0)
                 if _within(context, seen, grace):
@@ -213,10 +214,11 @@ def _entries(context: Context) -> contextlib.AbstractContextManager[Transaction]
 
 def _unused_manifests(context: Context, marks: Marks, grace: float) -> list[Garbage]:
     dead = []
+    directory = str(context.layout.manifests)
     _, candidates = chunkfiles.unmarked(context.layout.manifests, marks.manifests)
     for digest in candidates:
         with contextlib.suppress(FileNotFoundError):
-            stat = os.lstat(context.layout.manifest(digest))
+            stat = chunkfiles.stat_in(directory, digest)
             if not marks.keeps_manifest(digest) and not _within(context, stat.st_mtime, grace):
                 dead.append(Garbage(digest, stat.st_size))
     return dead

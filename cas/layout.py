@@ -202,7 +202,7 @@ class Layout:
 
     def manifest(self, digest: Digest) -> Path:
         text = digest.hex()
-        return self.manifests / text[:2] / text
+        return Path(f"{self.root}/manifests/{text[:2]}/{text}")
 
     def action(self, key: Digest) -> Path:
         text = key.hex()
@@ -212,10 +212,11 @@ class Layout:
         return self.flights / key.hex()
 
     def ref_dir(self, name: str) -> Path:
-        return self.refs / escape_ref_name(check_ref_name(name))
+        return Path(f"{self.root}/refs/{escape_ref_name(check_ref_name(name))}")
 
     def ref(self, name: str, generation: int) -> Path:
-        return self.ref_dir(name) / f"{generation:08d}"
+        directory = escape_ref_name(check_ref_name(name))
+        return Path(f"{self.root}/refs/{directory}/{generation:08d}")
 
     def lease(self, writer: str) -> Path:
         return self.leases / writer
