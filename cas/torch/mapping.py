@@ -222,6 +222,11 @@ class Mapper:
         self._checked.add(part.digest)
 
 
+def is_mapping(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage's memory is a mapping that a `Mapper` of this process made."""
+    return storage.device.type == "cpu" and storage.data_ptr() in _LIVE
+
+
 def map_recipe(
     files: ChunkFiles,
     recipe: Recipe,
@@ -231,6 +236,10 @@ def map_recipe(
 ) -> torch.UntypedStorage:
     """One recipe as a private (copy on write) mapping; see `Mapper`."""
     return Mapper(files, min_size=min_size, budget=budget).storage(recipe)
+
+
+#: Where the mappings begin that a storage uses.
+_LIVE: Final[set[int]] = set()
 
 
 class _Region:
@@ -258,6 +267,7 @@ class _Region:
         )
         # At exit the process gives everything back anyway, and a tensor may outlive this handler.
         finalizer.atexit = False
+        _LIVE.add(self._base)
         return torch.frombuffer(self._array, dtype=torch.uint8).untyped_storage()
 
     def release(self) -> None:
@@ -265,6 +275,7 @@ class _Region:
 
 
 def _release(base: int, length: int, budget: MapBudget, mappings: int) -> None:
+    _LIVE.discard(base)  # before another thread can be given the address
     _LIBC.munmap(base, length)
     budget.give(mappings)
 

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cas.errors import Refused
-from cas.torch.mapping import MIN_MAPPED, ChunkFiles, Mapper
+from cas.torch.mapping import MIN_MAPPED, ChunkFiles, Mapper, is_mapping
 from cas.torch.memory import anonymous_bytes, return_freed_memory
 from cas.torch.streaming import ChunkSink, is_plain, put_storage
 
@@ -143,7 +143,7 @@ def _candidates(target: Target, min_size: int) -> dict[int, torch.Tensor]:
 
 def _is_worth_moving(storage: torch.UntypedStorage, min_size: int) -> bool:
     size = storage.nbytes()
-    if storage.device.type != "cpu" or size < min_size:
+    if storage.device.type != "cpu" or size < min_size or is_mapping(storage):
         return False
     if torch.cuda.is_initialized() and storage.is_pinned():  # type: ignore[no-untyped-call]
         return False

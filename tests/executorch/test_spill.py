@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-from executorch.exir import to_edge_transform_and_lower
+from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
 from torch import nn
 
 import cas
@@ -175,6 +175,31 @@ def test_an_exported_source_is_spilled_unless_told_not_to(
     assert manifests[0].tensors == manifests[1].tensors
     assert manifests[0].provenance == manifests[1].provenance
     assert results[0].commit.chunks == results[1].commit.chunks
+
+
+class Zeros(nn.Module):
+    """A table of 16 MiB that is all zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(4 << 20))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table[:SIDE] + x
+
+
+def test_zeros_are_a_hole_in_the_file(store: cas.Store, tmp_path: Path) -> None:
+    model = Zeros().eval()
+    size = model.table.nbytes
+    with capture(store, "zeros", spill=True) as cap:
+        exported = torch.export.export(model, INPUTS)
+        edge = to_edge_transform_and_lower(exported, partitioner=[])
+        program = edge.to_executorch(ExecutorchBackendConfig(external_constants=True))
+        saved = cap.save(program, tmp_path / "out")
+    (data,) = (path for path in saved.paths if path.suffix == ".ptd")
+    assert data.stat().st_size > size
+    assert data.stat().st_blocks * 512 < size // 16
+    assert saved.commit.new_bytes < size // 16
 
 
 #: Exports 128 MiB of weights and buffers and a cache of 64 MiB of zeros, and prints two peaks of

@@ -17,7 +17,7 @@ from cas.manifest import ZeroPart
 from cas.writer import Writer
 
 torch = pytest.importorskip("torch")
-from cas.torch import Mapper, SpillUnsupported, put_tensor, spill  # noqa: E402
+from cas.torch import Mapper, Spilled, SpillUnsupported, put_tensor, spill  # noqa: E402
 from cas.torch import spill as spill_function  # noqa: E402
 from cas.torch.mapping import MapBudget  # noqa: E402
 from cas.torch.memory import anonymous_bytes  # noqa: E402
@@ -147,7 +147,7 @@ def test_writes_stay_private(writer: Writer) -> None:
     assert torch.equal(second, sample())
     assert writer.read(put_tensor(writer, second)) == sample().numpy().tobytes()
     assert anonymous(first) == first.nbytes
-    assert spill([first], writer).held_bytes == first.nbytes
+    assert spill([first], writer) == Spilled()
     assert torch.equal(first, sample() * 2)
 
 
@@ -187,16 +187,29 @@ def test_chunks_that_were_never_published_stay_mapped(store: cas.Store) -> None:
     assert torch.equal(tensor, sample())
 
 
+def resident_anonymous() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) << 10
+    raise AssertionError
+
+
 def test_zeros_cost_no_disk_and_no_memory(writer: Writer) -> None:
     cache = torch.nn.Module()
-    cache.register_buffer("kv", torch.zeros(4, 1, SIDE, SIDE))
+    cache.register_buffer("kv", torch.zeros(32, 1, SIDE, SIDE))
     assert anonymous(cache.kv) == cache.kv.nbytes
+    held = resident_anonymous()
     assert spill(cache, writer).moved_bytes == cache.kv.nbytes
     assert anonymous(cache.kv) == 0
+    assert resident_anonymous() < held - cache.kv.nbytes // 2
+    # Reading pages that were never written maps the kernel's one page of zeros.
+    before = resident_anonymous()
     recipe = put_tensor(writer, cache.kv)
+    assert not cache.kv.any()
+    assert resident_anonymous() < before + cache.kv.nbytes // 4
     assert recipe.parts == (ZeroPart(cache.kv.nbytes),)
     assert writer.counters.new_chunks == 0
-    assert not cache.kv.any()
+    assert spill(cache, writer) == Spilled()
     cache.kv[1] = 3.0
     assert cache.kv.sum() == 3.0 * SIDE * SIDE
 
@@ -230,7 +243,7 @@ def test_small_device_and_strange_tensors_are_passed_over(writer: Writer) -> Non
         "not a tensor",
         None,
     ]
-    assert spill(strange, writer) == type(spill([], writer))()
+    assert spill(strange, writer) == Spilled()
     assert writer.counters.logical_bytes == 0
 
 
