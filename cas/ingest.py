@@ -30,6 +30,7 @@ from cas.leases import Lease
 from cas.manifest import ChunkPart, Part, Recipe, ZeroPart, chunk_sizes
 from cas.progress import Progress
 from cas.reading import Buffers
+from cas.room import check_room
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -181,11 +182,13 @@ class Ingest:
 
         Raises:
             UsageError: the buffer is not C-contiguous.
+            NoSpace: before anything is written, if what is new of it cannot fit.
         """
         view = as_bytes(data)
         if not view:
             return Recipe()
         pieces = [view[o : o + n] for o, n in cut(len(view), self._context.chunk_size)]
+        check_room(self._context, pieces, self._settled)
         parts = self._take(pieces, False) if len(pieces) == 1 else self._take_all(pieces)
         self._account(len(view))
         return Recipe.concat([Recipe(tuple(parts))])

@@ -23,6 +23,7 @@ from cas.fsio import free_bytes
 from cas.stats import stats
 from cas.testing.damage import fill_disk, mounted_tmpfs
 from cas.testing.disks import make_image, mounted_image
+from cas.testing.steps import recorded_steps
 from cas.testing.stores import (
     CHUNK,
     assert_sound,
@@ -248,6 +249,41 @@ def test_it_works_or_fails_clearly_and_loses_nothing(root: Path, name: str, free
     assert_all_is_well(root)
     operation.run(root)
     assert_all_is_well(root)
+
+
+def test_what_cannot_fit_is_refused_before_the_first_chunk_is_written(root: Path) -> None:
+    """Of what is put, three chunks are known, one is all zeros, and two are the same."""
+    known, fresh = KEPT["kept/one"][: 3 * CHUNK], contents(6, 16 * CHUNK)
+    data = known + fresh + bytes(CHUNK) + fresh[:CHUNK]
+    with open_store(root / "store") as store, store.writer() as writer:
+        writer.put(b"opens what a writer opens")
+        with full(root, len(fresh) - CHUNK):
+            with recorded_steps() as steps, pytest.raises(NoSpace) as caught:
+                writer.put(data)
+            assert caught.value.needed == len(fresh)
+            assert caught.value.free is not None and caught.value.free < len(fresh)
+            assert steps == [], "something was begun"
+        assert writer.read(writer.put(data)) == data
+    assert_all_is_well(root)
+
+
+def test_what_is_known_or_staged_is_put_again_however_little_is_free(root: Path) -> None:
+    with open_store(root / "store") as store, store.writer() as writer:
+        writer.put(NEW)
+        with full(root, 4 * CHUNK):
+            assert writer.read(writer.put(NEW)) == NEW
+            assert writer.read(writer.put(KEPT["kept/one"])) == KEPT["kept/one"]
+
+
+def test_an_output_that_cannot_fit_is_refused_before_it_is_begun(root: Path) -> None:
+    size = len(KEPT["kept/one"])
+    with open_store(root / "store") as store, full(root, size - CHUNK):
+        with recorded_steps() as steps, pytest.raises(NoSpace) as caught:
+            store.assemble("kept/one", root / "out")
+        assert caught.value.needed == size
+        created = [path for operation, path in steps if operation == "create" and "/out/" in path]
+        assert all("/.cas-" in path for path in created), "only whether it can be written is tried"
+        assert not list((root / "out").iterdir())
 
 
 def test_gc_removes_one_tiny_chunk_with_an_index_that_has_no_spare_page(root: Path) -> None:
