@@ -24,6 +24,7 @@ def test_rm_removes_one_generation_or_all(run: Run, filled: Filled) -> None:
     assert run("rm", "models/one", "other", "--json").json == {
         "dry_run": False,
         "removed": ["models/one@2", "other@1"],
+        "actions": [],
     }
     assert refs(run) == []
 

@@ -96,3 +96,13 @@ def test_stats_count_what_became_of_actions(run: Run) -> None:
     assert "action misses  2" in shown and "2 absent" in shown and "2 a tensor" in shown
     found = run("stats", "--json").json
     assert found["actions"] == 2 and found["action_counters"]["misses"] == {"absent": 2}
+
+
+@pytest.mark.usefixtures("recorded")
+def test_an_action_is_forgotten_by_its_key(run: Run) -> None:
+    assert run("rm", "--action", BEFORE.short, "--dry-run").out.startswith("would remove action")
+    found = run("rm", "m@1", "--action", BEFORE.short, "--json").json
+    assert found == {"dry_run": False, "removed": ["m@1"], "actions": [BEFORE.key.hex()]}
+    assert run("rm", "--action", BEFORE.short).code == 3
+    assert run("rm").code == 2
+    assert run("stats", "--json").json["actions"] == 1
