@@ -66,3 +66,53 @@ def test_the_same_bytes_give_the_same_chunks_today(store: Store) -> None:
 def test_it_is_sound_after_the_index_and_empty_directories_were_left_out(store: Store) -> None:
     assert not (GOLDEN / "index").exists() and len(os.listdir(GOLDEN / "chunks")) < 256
     assert_sound(store)
+
+
+ACTIONS = Path(__file__).parent / "golden" / "format-1-actions"
+KEY = Digest.of(b"a golden action")
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Iterator[Store]:
+    shutil.copytree(ACTIONS, tmp_path / "store", copy_function=shutil.copyfile)
+    with Store.open(tmp_path / "store", create=False) as opened:
+        yield opened
+
+
+def test_its_action_records_are_hits_as_they_were(recorded: Store) -> None:
+    with recorded.writer() as writer:
+        found = writer.find_action(KEY).record
+        assert found is not None
+        assert [writer.read(recipe) for recipe in found.recipes] == [
+            TEXT,
+            2 * b"a delegate's small buffer" + b"end",
+        ]
+    assert (found.kind, found.label, found.seconds) == (
+        "delegate",
+        "XnnpackBackend of forward",
+        1.25,
+    )
+    assert found.result == {
+        "results": [{"blob": 0, "handles": [["int", 1, [2, 3]]]}],
+        "stores": [[1, None, True]],
+    }
+    assert found.factors["options"] == {"force_fp32": "0"}
+    assert found.dependencies["variables"] == {"CC": "not set"}
+    other = recorded.actions.get(Digest.of(b"without bytes"))
+    assert other is not None and (other.kind, other.result) == ("whole-export", None)
+    assert_sound(recorded)
+
+
+def test_its_action_records_are_written_today_as_they_were_then(recorded: Store) -> None:
+    for path in ACTIONS.glob("actions/*/*"):
+        record = recorded.actions.read(Digest(bytes.fromhex(path.name)))
+        assert record.encode() == path.read_bytes()
+
+
+def test_its_counters_and_events_read_as_they_did(recorded: Store) -> None:
+    tally = recorded.actions.tally()
+    assert (tally.hits, dict(tally.misses), tally.saved_microseconds) == (1, {"stale": 1}, 1250000)
+    assert [(event.outcome, event.detail) for event in recorded.actions.events()] == [
+        ("hit", ""),
+        ("miss", "the file {site}/flatc has changed"),
+    ]
