@@ -495,7 +495,7 @@ def _closure(document: Any) -> Closure:
     as_int(top["format"], "format", FORMAT, FORMAT)
     size = 0
     chunks: dict[bytes, int] = {}
-    for entry in top["files"]:
+    for entry in as_list(top["files"], "files"):
         size += as_int(require_keys(entry, _FILE_KEYS, "a file")["size"], "a file's size")
         _add_chunks(entry["recipe"], chunks)
     if chunks:
@@ -509,7 +509,7 @@ def _closure(document: Any) -> Closure:
 def _add_chunks(recipe: Any, chunks: dict[bytes, int]) -> None:
     """A million parts pass through here when gc looks at a large store: hence so few checks."""
     to_bytes = bytes.fromhex
-    for part in recipe:
+    for part in as_list(recipe, "a recipe"):
         kind = part[0]
         if kind == "chunk" or kind == "slice":
             chunks[to_bytes(part[1])] = part[2]
