@@ -31,6 +31,7 @@ from cas.executorch.backends import Backend, ExportFailed, resolve_backend
 from cas.executorch.capture import Capture, capture
 from cas.executorch.loading import Method, ModuleCall, import_path, load_methods
 from cas.executorch.seams import check_version
+from cas.executorch.space import warn_of_little_space
 from cas.exportspec import DEFAULT_TAG, ExportOptions, Source
 from cas.manifest import Manifest
 from cas.progress import SILENT, Progress
@@ -77,6 +78,7 @@ def export_source(
         with _stage(progress, "load"):
             backend = resolve_backend(options)
             methods = load_methods(source)
+        warn_of_little_space(methods, directory)
         with capture(store, name, spill=spill, progress=progress) as cap:
             if spill:
                 _spill_programs(cap, methods, progress)

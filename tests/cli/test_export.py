@@ -660,6 +660,7 @@ def test_a_full_disk_under_the_output_leaves_nothing_behind(
     fill_disk(small_disk, leave=8192)
     outcome = run("export", "net.py:make", "-o", small_disk / "out")
     assert outcome.code == 6
+    assert "only 8192 are free for the output" in outcome.err, "told before the export began"
     assert str(small_disk) in outcome.err
     assert list((small_disk / "out").iterdir()) == []
     assert run("ls", "--json").json["refs"] == []

@@ -25,8 +25,10 @@ from torch._dynamo.variables import builder
 from torch.export import ExportedProgram, _trace, export
 
 import cas
+from cas import verify
 from cas.errors import InvalidName, PermissionRefused, Refused, UsageError
 from cas.executorch import CaptureActive, CaptureEnded, ForeignBytes, capture
+from cas.testing.damage import flip_bit
 
 ABSENT = object()
 PATCHED = [
@@ -154,6 +156,25 @@ def test_the_second_export_adds_no_chunk(store: cas.Store, tmp_path: Path) -> No
         counts.append(saved.commit.new_chunks)
     assert counts[0] > 0
     assert counts[1] == 0
+
+
+def test_the_next_export_restores_what_was_removed_by_hand_or_set_aside(
+    store: cas.Store, tmp_path: Path
+) -> None:
+    with capture(store, "mlp") as cap:
+        first = cap.save(one(mlp(), x_mlp()).program, tmp_path / "first")
+    removed, damaged, *_ = sorted(store.manifest("mlp").chunks())
+    store.context.layout.chunk(removed).unlink()
+    flip_bit(store.context.layout.chunk(damaged))
+    report = verify.verify(store)
+    assert set(report.missing) == {removed, damaged}
+    assert report.affected_refs == ("mlp@1",)
+    with capture(store, "mlp") as cap:
+        second = cap.save(one(mlp(), x_mlp()).program, tmp_path / "second")
+    assert second.commit.new_chunks == 2
+    assert verify.verify(store).clean
+    (path,) = store.assemble("mlp@1", tmp_path / "again")
+    assert path.read_bytes() == first.paths[0].read_bytes() == second.paths[0].read_bytes()
 
 
 def test_portable_and_xnnpack_share_the_weights(store: cas.Store, tmp_path: Path) -> None:
