@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import logging
+import os
 import random
 import sys
 import time
@@ -22,6 +23,8 @@ from pathlib import Path
 from cas import Digest, Store, gc, quarantine, repair, verify
 from cas.journal import Event
 from cas.layout import Layout
+from cas.retention import Policy
+from cas.stats import stats
 from cas.testing.damage import flip_bit
 from cas.testing.killing import KillMatrix
 
@@ -34,6 +37,7 @@ def contents(seed: int, size: int) -> bytes:
 
 #: What is committed before the operation, and must come back byte by byte after any kill.
 KEPT = {"kept/one": contents(1, 3 * CHUNK + 5), "kept/two": contents(2, CHUNK) + b"tail"}
+OLD = Digest.of(b"an old action")
 GARBAGE = contents(3, 2 * CHUNK)
 #: What an action gave before the operation; in part the same bytes as an artifact's.
 ACTION = Digest.of(b"an action")
@@ -158,6 +162,32 @@ def remove(root: Path) -> None:
 def collect(root: Path) -> None:
     with open_store(root) as store:
         gc.execute(store, gc.plan(store))
+
+
+def prepare_with_old_ones(root: Path) -> None:
+    """Three old generations of a name, and an old record, all counted; then one more artifact."""
+    prepare(root)
+    with open_store(root) as store:
+        for seed in (11, 12, 13):
+            commit(store, "old", contents(seed, CHUNK))
+        with store.writer() as writer:
+            recipe = writer.put(contents(14, CHUNK))
+            writer.put_action(OLD, kind="test", factors={}, result={}, recipes=[recipe], seconds=1)
+        layout = store.context.layout
+        for path in (*layout.ref_dir("old").iterdir(), layout.action(OLD)):
+            os.utime(path, (1e9, 1e9))
+        stats(store)
+        commit(store, "late", contents(15, CHUNK))
+
+
+def collect_by_policy(root: Path) -> None:
+    with open_store(root) as store:
+        gc.collect(store, policy=Policy(keep_last=1, older_than=86400))
+
+
+def count(root: Path) -> None:
+    with open_store(root) as store:
+        stats(store)
 
 
 def check_all(root: Path) -> None:
@@ -308,6 +338,29 @@ def check_gc(root: Path) -> None:
         assert count == len(live), "garbage is left after a second gc"
 
 
+def check_policy(root: Path) -> None:
+    check_counts(root)
+    check_store(root)
+    collect_by_policy(root)
+    with open_store(root) as store:
+        assert [str(ref) for ref in store.refs() if ref.name == "old"] == ["old@3"]
+        assert not store.context.layout.action(OLD).exists()
+        store.assemble("old", root / "old")
+        assert (root / "old" / "f").read_bytes() == contents(13, CHUNK)
+    check_gc(root)
+    check_counts(root)
+
+
+def check_counts(root: Path) -> None:
+    """What the index counts, and what the files say."""
+    with open_store(root) as store:
+        store.context.index.reconcile()
+        found = stats(store)
+        assert found.garbage_bytes == gc.plan(store).dead_bytes
+    with Store.open(root / "store", read_only=True) as store:
+        assert stats(store) == found
+
+
 def check_repair(root: Path) -> None:
     mend(root)
     assert not list(Layout(root / "store").quarantine.iterdir())
@@ -336,6 +389,8 @@ OPERATIONS = {
     "record-anew": Operation(prepare_records, record_anew, check_record),
     "remove": Operation(prepare, remove, check_remove),
     "gc": Operation(prepare_with_garbage, collect, check_gc),
+    "gc-by-policy": Operation(prepare_with_old_ones, collect_by_policy, check_policy),
+    "stats": Operation(prepare_with_old_ones, count, check_then_again(check_counts)),
     "verify": Operation(prepare_with_damage, check_all, check_then_again(check_all)),
     "repair": Operation(prepare_with_losses, mend, check_repair),
     "rebuild": Operation(prepare, rebuild, check_then_again(rebuild)),

@@ -14,7 +14,7 @@ import pytest
 
 STRIDE = 6
 HALVES = [
-    ("ingest", "remove", "record", "record-anew"),
+    ("ingest", "remove", "record", "record-anew", "gc-by-policy", "stats"),
     ("create", "assemble", "gc", "verify", "repair", "rebuild", "rebuild-index", "configure"),
 ]
 
