@@ -29,7 +29,7 @@ WORKLOAD = Path(__file__).with_name("gemma_workload.py")
 
 #: Numbers of the model, and nothing of its structure.
 FULL = {"hidden": 2560, "intermediate": 32768, "vocabulary": 16384}
-QUICK = {"hidden": 256, "intermediate": 4096, "vocabulary": 512}
+QUICK = {"hidden": 512, "intermediate": 8192, "vocabulary": 2048}
 
 #: Engine -> (the phase after which its peak counts, budget in multiples of the weights).
 BUDGETS = {"cas": ("load", 1.2), "spill": ("spill", 0.25), "stream": ("", 0.5)}
@@ -75,7 +75,7 @@ def summary(engine: str, measured: Measured, result: dict[str, Any]) -> dict[str
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a model of some MiB: no budgets")
+    parser.add_argument("--quick", action="store_true", help="50 MiB of weights, without budgets")
     parser.add_argument("--engines", default="stock,cas,spill,stream", help="which, in this order")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--dir", type=Path, help="where to work (default: the temporary directory)")

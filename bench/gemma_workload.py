@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
 from cuda_flow import cpu_stands_in, lower_to_cuda
 from executorch.examples.models.gemma4_31b.model import (
     Gemma4_31B,
@@ -176,6 +177,8 @@ def lower(models: list[Gemma4_31B], config: Gemma4_31BConfig) -> Any:
         )
     gc.collect()
     enter("lower")
+    inductor_config.coordinate_descent_tuning = False
+    inductor_config.aot_inductor.compile_wrapper_opt_level = "O0"
     programs = {"decode": decode, "prefill": prefill}
     with cpu_stands_in():
         edge = to_edge_transform_and_lower(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure import enter
 from torch.export import export
 
 
@@ -57,6 +58,15 @@ def mapped_stack(width: int, layers: int, checkpoint: Path) -> Stack:
         model = Stack(width, layers)
     model.load_state_dict(load_file(checkpoint), assign=True)
     return model.eval()
+
+
+def as_buffers(model: Stack) -> Stack:
+    """The same model with buffers in place of its parameters."""
+    for layer in model.layers:
+        for name, value in list(layer.named_parameters()):
+            delattr(layer, name)
+            layer.register_buffer(name, value.detach())
+    return model
 
 
 def write_checkpoint(width: int, layers: int, path: Path) -> None:
@@ -110,6 +120,10 @@ def run_cas(model: Callable[[], Stack], spec: dict[str, Any], out: Path) -> dict
 
     loaded = model()
     with Store.open(spec["store"]) as store, capture(store, "bench") as cap:
+        if spec["engine"] == "spill":
+            enter("spill")
+            cap.spill(loaded)
+            enter("export")
         commit = cap.save(lower(loaded, spec), out).commit
     return {"new_bytes": commit.new_bytes, "new_chunks": commit.new_chunks}
 
@@ -125,11 +139,13 @@ def run(spec: dict[str, Any], out: Path) -> dict[str, Any]:
             made = random_stack(width, layers)
         else:
             made = mapped_stack(width, layers, Path(spec["checkpoint"]))
+        if spec.get("buffers"):
+            made = as_buffers(made)
         loaded_at = time.monotonic()
         return made
 
     extra: dict[str, Any] = {}
-    if spec["engine"] == "cas":
+    if spec["engine"] != "stock":
         extra = run_cas(model, spec, out)
     else:
         run_stock(model, spec, out)
