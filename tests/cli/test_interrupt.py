@@ -1,4 +1,7 @@
-"""Ctrl-C in the middle of the long work: exit 130, one line, and a store that verifies."""
+"""Ctrl-C in the middle of the long work: exit 130, one line, and a store that verifies.
+
+And SIGKILL, which nobody can answer to: nothing is in the way of whoever comes next.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +30,21 @@ def make():
 
 def interrupt(process: subprocess.Popen[str], reached: Callable[[], bool]) -> tuple[int, str, str]:
     """Stop the process once it has got that far, press Ctrl-C, and let it go on to its end."""
-    deadline = time.monotonic() + 240
-    while not reached():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "it never got that far"
-        time.sleep(0.0005)
+    wait_until(process, reached)
     process.send_signal(signal.SIGSTOP)
     assert reached(), "it was over before it could be stopped"
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGCONT)
     out, err = process.communicate(timeout=120)
     return process.returncode, out, err
+
+
+def wait_until(process: subprocess.Popen[str], reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 240
+    while not reached():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "it never got that far"
+        time.sleep(0.0005)
 
 
 def start(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
@@ -96,3 +103,31 @@ def test_ctrl_c_while_the_weights_go_to_the_store(
     assert run("gc", "--json").code == 0
     found = run("stats", "--json").json
     assert (found["physical_bytes"], found["staged_bytes"]) == (0, 0)
+
+
+@pytest.mark.slow
+def test_sigkill_while_the_weights_go_to_the_store(
+    run: Run, store_dir: Path, tmp_path: Path
+) -> None:
+    """No lock needs a hand: others write and collect at once, and what it staged is gone then."""
+    pytest.importorskip("executorch")
+    (tmp_path / "model.py").write_text(MODEL.format(layers=16))
+    staging, leases = store_dir / "tmp", store_dir / "leases"
+
+    def staged() -> int:
+        return sum(path.stat().st_size for path in staging.glob("*/*"))
+
+    process = start("--store", store_dir, "export", "model.py:make", "-o", "out", cwd=tmp_path)
+    wait_until(process, lambda: staging.is_dir() and staged() > 0)
+    process.send_signal(signal.SIGSTOP)  # so that what is staged is not published meanwhile
+    assert staged() > 0 and len(list(leases.iterdir())) == 1
+    process.kill()
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert run("stats", "--json").json["orphaned_bytes"] > 0
+    with cas.Store.open(store_dir) as store, store.writer() as writer:
+        writer.commit("next", files={"f": writer.put(b"somebody else's")})
+    assert run("gc", "--json").code == 0
+    assert [*staging.iterdir(), *leases.iterdir()] == []
+    assert run("stats", "--json").json["staged_bytes"] == 0
+    assert run("verify").code == 0
