@@ -33,7 +33,7 @@ from cas.layout import Layout
 from cas.leases import Lease
 from cas.manifest import chunk_sizes
 from cas.progress import SILENT, Progress
-from cas.records import MAX_RECORD_BYTES, TRAILER_BYTES, ActionRecord
+from cas.records import MAX_RECORD_BYTES, TRAILER_BYTES, ActionRecord, scan_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -255,15 +255,18 @@ def read(layout: Layout, key: Digest) -> ActionRecord:
     Raises:
         ActionNotFound, ActionDamaged, PermissionRefused
     """
+    return ActionRecord.parse(_read_file(layout, key), key)
+
+
+def _read_file(layout: Layout, key: Digest) -> bytes:
     path = layout.action(key)
     try:
         with fsio.os_errors(path, "read"), open(path, "rb") as file:
-            data = file.read(MAX_RECORD_BYTES + 1)
+            return file.read(MAX_RECORD_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
         raise ActionNotFound(key.hex()) from None
     except OSError as error:
         raise ActionDamaged(str(key), f"cannot be read ({error.strerror})") from error
-    return ActionRecord.parse(data, key)
 
 
 def _read_usable(layout: Layout, key: Digest) -> Lookup:
@@ -394,7 +397,7 @@ class Records:
 
     def _examine(self, key: Digest) -> tuple[Mapping[Digest, int], str | None]:
         try:
-            return read(self._layout, key).chunks(), None
+            return scan_chunks(_read_file(self._layout, key), key), None
         except CasError as error:
             return {}, str(error)
 

@@ -37,6 +37,8 @@ MAX_RECIPES: Final = 65_536
 #: The last line: ``blake3:``, the digest of all before it, a newline.
 TRAILER_BYTES: Final = len("blake3:") + 2 * DIGEST_SIZE + 1
 _KIND = re.compile(r"[a-z][a-z0-9-]{0,63}")
+#: A part of a recipe that names a chunk. Inside of a text the quotes would be escaped.
+_CHUNK = re.compile(rb'\["(?:chunk|slice)","([0-9a-f]{64})",([1-9][0-9]{0,8})[,\]]')
 _KEYS = (
     "format",
     "key",
@@ -126,6 +128,22 @@ class ActionRecord:
             raise
         except CasError as error:
             raise ActionDamaged(str(key), f"is not valid: {error}") from error
+
+
+def scan_chunks(data: bytes, key: Digest) -> dict[Digest, int]:
+    """At least the chunks of a record, in a fraction of the time that `ActionRecord.parse` takes.
+
+    What else in the record looks like a part of a recipe counts as one: for who keeps what records
+    name, and does not use it.
+
+    Raises:
+        ActionDamaged: its last line does not confirm the rest.
+    """
+    try:
+        body = _checked_body(data)
+    except UsageError as error:
+        raise ActionDamaged(str(key), f"is not valid: {error}") from error
+    return {Digest(bytes.fromhex(m[1].decode())): int(m[2]) for m in _CHUNK.finditer(body)}
 
 
 def _checked_body(data: bytes) -> bytes:

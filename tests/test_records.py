@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cas.digest import Digest
 from cas.errors import ActionDamaged, UsageError
 from cas.manifest import ChunkPart, Recipe, ZeroPart, canonical_json
-from cas.records import MAX_RECORD_BYTES, TRAILER_BYTES, ActionRecord
+from cas.records import MAX_RECORD_BYTES, TRAILER_BYTES, ActionRecord, scan_chunks
 from cas.testing.strategies import json_values, no_deadlines, recipes
 
 no_deadlines()
@@ -63,6 +63,24 @@ def test_the_document_is_canonical_and_its_last_line_confirms_it() -> None:
     assert second.decode() == str(Digest.of(first + b"\n"))
     assert len(second) + 1 == TRAILER_BYTES
     assert RECORD.seconds == 1.5 and RECORD.chunks() == {Digest.of(CHUNKS[0]): 3}
+
+
+@given(found=st.lists(recipes(CHUNKS), max_size=4), text=st.text(max_size=30))
+def test_a_scan_finds_the_chunks_that_parsing_does(found: list[Recipe], text: str) -> None:
+    looks_like_one = '["chunk","' + "00" * 32 + '",7]' + text
+    factors: dict[str, Any] = {"options": {looks_like_one: looks_like_one}}
+    record = ActionRecord(KEY, "delegate", factors, looks_like_one, tuple(found))
+    assert scan_chunks(record.encode(), KEY) == record.chunks()
+
+
+def test_a_scan_keeps_too_much_rather_than_too_little_and_refuses_damage() -> None:
+    other = Digest.of(b"no recipe of it")
+    record = ActionRecord(KEY, "delegate", {}, ["chunk", other.hex(), 5], RECORD.recipes)
+    assert scan_chunks(record.encode(), KEY) == {**RECORD.chunks(), other: 5}
+    data = bytearray(record.encode())
+    data[40] ^= 1
+    with pytest.raises(ActionDamaged):
+        scan_chunks(bytes(data), KEY)
 
 
 def test_every_flipped_bit_is_found() -> None:
