@@ -18,6 +18,13 @@ from torch.export import export
 Inputs = Mapping[str, tuple[torch.Tensor, ...]]
 
 
+#: Triton knows no convolutions for the CPU; and nobody waits for the speed of what does not run.
+_CPU_OPTIONS = {
+    "max_autotune_conv_backends": "ATEN",
+    "aot_inductor.compile_wrapper_opt_level": "O0",
+}
+
+
 class _AnyKernel(dict[str, Any]):
     """CPU kernels are not in the table of fallbacks for CUDA."""
 
@@ -30,11 +37,15 @@ def cpu_stands_in() -> Iterator[None]:
     """Let CudaBackend compile for the CPU, for the length of the block."""
     from executorch.backends.cuda.cuda_backend import CudaBackend
 
-    kernels = classmethod(lambda cls: _AnyKernel())
-    with (
-        mock.patch.object(CudaBackend, "get_device_name", classmethod(lambda cls: "cpu")),
-        mock.patch.object(CudaBackend, "get_supported_fallback_kernels", kernels),
-    ):
+    stock_options = CudaBackend.get_aoti_compile_options
+    answers = {
+        "get_device_name": lambda cls: "cpu",
+        "get_supported_fallback_kernels": lambda cls: _AnyKernel(),
+        "get_aoti_compile_options": lambda cls, specs: {**stock_options(specs), **_CPU_OPTIONS},
+    }
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(CudaBackend, name, classmethod(answer)))
         yield
 
 
