@@ -24,8 +24,10 @@ from cas.executorch import (
     seams,
 )
 from cas.executorch.actions import seam as action_seam
+from cas.executorch.actions import whole
 from cas.executorch.actions.cache import DelegateActions
 from cas.executorch.actions.outcomes import ActionOptions, Outcomes
+from cas.executorch.actions.whole import WholeExports
 from cas.executorch.copies import PrivateCopies
 from cas.executorch.errors import CaptureActive, CaptureEnded
 from cas.executorch.intake import THRESHOLD, Intake
@@ -98,6 +100,11 @@ class Capture:
                     self.store, writer, intake, self._actions, self.outcomes
                 )
                 action_seam.install(patches, delegates)
+                if self._actions.whole:
+                    exports = WholeExports(
+                        self.store, writer, intake, self._actions, self.outcomes
+                    )
+                    whole.install(patches, exports)
                 stack.callback(self._note_outcomes)
             self._active = (writer, intake)
             self._stack = stack.pop_all()

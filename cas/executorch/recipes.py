@@ -15,6 +15,9 @@ from cas.executorch.intake import Intake
 from cas.layout import check_file_name
 from cas.manifest import Recipe, ZeroPart
 
+#: What a program's own file is called where it has no name yet.
+MAIN: Final = "model.pte"
+
 #: Longer plain bytes become chunks, shorter ones stay in the recipe.
 MAX_LITERAL: Final = 4096
 

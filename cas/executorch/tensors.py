@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from executorch.exir.tensor import get_scalar_type
 
 from cas.executorch.blob import StoredBytes
 from cas.executorch.labels import Label, Labels, dtype_name, shape_of
-from cas.executorch.recipes import Piece, data_file_name
+from cas.executorch.recipes import MAIN, Piece, data_file_name
 from cas.manifest import MAX_NAME_CHARS, TensorEntry
 
 
@@ -23,7 +24,13 @@ def tensor_entries(
     Constants inside the .pte are known by the labels that the emitter's hook left; named data and
     external tensors by the program's own tables. Bytes that several names share are listed once
     per name, except for identical constants inside the .pte, of which the first is listed.
+
+    A program that came out of a record brings its own list.
     """
+    recorded = vars(program).get("recorded_tensors")
+    if recorded is not None:
+        moved = (replace(t, file=main) if t.file == MAIN else t for t in recorded)
+        return [entry for entry in moved if entry.file in files]
     places = {name: _Places(pieces) for name, pieces in files.items()}
     found = [
         *_labelled(main, files[main], labels),

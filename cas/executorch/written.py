@@ -14,20 +14,17 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from cas.digest import Digest, long_hasher
 from cas.errors import InvalidName
 from cas.executorch.blob import ViewSink, takes_views
 from cas.executorch.intake import Intake
-from cas.executorch.recipes import build_recipes, data_file_name, pieces_of
+from cas.executorch.recipes import MAIN, build_recipes, data_file_name, pieces_of
 from cas.executorch.tensors import tensor_entries
 from cas.ingest import Counters
 from cas.layout import check_file_name
 from cas.manifest import Recipe, TensorEntry
-
-#: What a program's own file is called until it is known, or if it never is.
-MAIN: Final = "model.pte"
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ _BATCH: Final = 32
 _BATCH_SECONDS: Final = 5.0
 
 #: CLOCK_REALTIME_COARSE of Linux, with which the kernel stamps files.
-_FILE_CLOCK: Final = 5
+FILE_CLOCK: Final = 5
 
 #: What the compiles of each backend read in this process.
 _dependencies: dict[str, Dependencies] = {}
@@ -190,9 +190,11 @@ class DelegateActions:
             stale = dependencies.changed(record.dependencies)
             if stale:
                 return _Found(None, STALE, f"{stale[0]} has changed")
-            return _Found(self._thaw(unit, key, record), seconds=record.seconds)
+            results = self._thaw(unit, key, record)
         except CasError as error:
             return _Found(None, "damaged", str(error))
+        self.outcomes.relied.append(record.dependencies)
+        return _Found(results, seconds=record.seconds)
 
     def _thaw(self, unit: _Unit, key: ActionKey, record: ActionRecord) -> list[Any]:
         thawer = Thawer(self._intake, record)
@@ -234,11 +236,13 @@ class DelegateActions:
         """The results, the seconds it took, and what was read: or why that cannot be recorded."""
         before = _ambient(unit)
         started = self._clock()
-        with observing(time.clock_gettime_ns(_FILE_CLOCK)) as observed:
+        with observing(time.clock_gettime_ns(FILE_CLOCK)) as observed:
             results = unit.flat(unit.compile())
         seconds = self._clock() - started
         self.outcomes.compile_seconds += seconds
         depends = self._depends(unit, observed)
+        if not isinstance(depends, Unrecordable):
+            self.outcomes.relied.append(depends)
         drift.VARIABLES.learn(observed.before, dict(os.environ))
         drift.FACTS.learn(before, _ambient(unit))
         return results, seconds, depends
@@ -246,7 +250,7 @@ class DelegateActions:
     def _depends(self, unit: _Unit, observed: Observed) -> Mapping[str, Json] | Unrecordable:
         known = _dependencies.setdefault(unit.backend.__name__, Dependencies())
         try:
-            return known.add(observed, (self._store.path, *_scratch_directories()))
+            return known.add(observed, (self._store.path, *scratch_directories()))
         except Unrecordable as error:
             return error
 
@@ -382,7 +386,7 @@ def _ambient(unit: _Unit) -> dict[str, str]:
     return backends.ambient_facts(unit.backend)
 
 
-def _scratch_directories() -> Iterator[Path]:
+def scratch_directories() -> Iterator[Path]:
     """Where torch's compilers keep what they made before."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 

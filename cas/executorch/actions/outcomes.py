@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from cas.errors import UsageError
 from cas.journal import Event
+from cas.manifest import Json
 
 
 class ActionMismatch(UserWarning):
@@ -22,11 +23,13 @@ class ActionOptions:
 
     Attributes:
         reuse: look for records and make them; without, everything is compiled, and nothing kept.
+        whole: also of whole exports, whose edge programs then are lowered when they are looked at.
         recheck: the share of hits that are compiled all the same and compared, from 0 to 1.
         chance: gives numbers from 0 to 1 that decide which hits those are.
     """
 
     reuse: bool = True
+    whole: bool = False
     recheck: float = 0.0
     chance: Callable[[], float] = random.random
 
@@ -45,9 +48,14 @@ STALE: Final = "stale"
 
 @dataclass
 class Outcomes:
-    """What happened to the actions of one capture, in order, and the seconds that it took."""
+    """What happened to the actions of one capture, in order, and the seconds that it took.
+
+    ``relied`` are the dependencies of all results that were used: an export that contains them
+    depends on the same.
+    """
 
     events: list[Event] = field(default_factory=list)
+    relied: list[Mapping[str, Json]] = field(default_factory=list)
     rechecked: int = 0
     compile_seconds: float = 0.0
     key_seconds: float = 0.0
