@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from cas.errors import (
 )
 from cas.testing.processes import Child, until
 from cas.testing.steps import Interleaving, step_hook
-from cas.testing.stores import CHUNK, assert_sound, collect, contents, open_store
+from cas.testing.stores import CHUNK, assert_sound, collect, contents, open_store, scratch
 
 KEY = Digest.of(b"an action")
 OTHER = Digest.of(b"another action")
@@ -27,8 +28,15 @@ DATA = contents(1, 2 * CHUNK + 17)
 
 
 @pytest.fixture
-def store(tmp_path: Path):  # type: ignore[no-untyped-def]
-    with open_store(tmp_path / "store") as opened:
+def root() -> Iterator[Path]:
+    """Where stores may be: in memory, since they are hundreds of directories."""
+    with scratch() as path:
+        yield path
+
+
+@pytest.fixture
+def store(root: Path) -> Iterator[Store]:
+    with open_store(root / "store") as opened:
         yield opened
 
 
@@ -60,12 +68,12 @@ def test_what_was_put_is_found_with_its_bytes(store: Store) -> None:
     assert list(store.actions.list()) == [put]
 
 
-def test_a_record_survives_a_new_process_and_the_loss_of_the_index(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s") as store:
+def test_a_record_survives_a_new_process_and_the_loss_of_the_index(root: Path) -> None:
+    with open_store(root / "s") as store:
         put = record(store)
         store.context.index.rebuild()
         assert store.actions.get(KEY) == put
-    with open_store(tmp_path / "s") as store, store.writer() as writer:
+    with open_store(root / "s") as store, store.writer() as writer:
         assert writer.find_action(KEY).record == put
 
 
@@ -134,7 +142,7 @@ def test_records_keep_their_chunks_from_gc_until_they_are_dropped(store: Store) 
     assert store.actions.find(KEY).reason == "absent"
 
 
-def test_a_hit_is_protected_from_gc_for_the_writer_s_life(store: Store, tmp_path: Path) -> None:
+def test_a_hit_is_protected_from_gc_for_the_writer_s_life(store: Store, root: Path) -> None:
     record(store)
     with store.writer() as writer:
         found = writer.find_action(KEY).record
@@ -144,13 +152,13 @@ def test_a_hit_is_protected_from_gc_for_the_writer_s_life(store: Store, tmp_path
         assert writer.read(found.recipes[0]) == DATA
         writer.commit("from-a-hit", {"f": found.recipes[0]})
     collect(store)
-    (path,) = store.assemble("from-a-hit", tmp_path / "out")
+    (path,) = store.assemble("from-a-hit", root / "out")
     assert path.read_bytes() == DATA
 
 
-def test_a_look_up_is_a_use_and_a_read_is_not(tmp_path: Path) -> None:
+def test_a_look_up_is_a_use_and_a_read_is_not(root: Path) -> None:
     now = 1000.0
-    with open_store(tmp_path / "s", clock=lambda: now) as store:
+    with open_store(root / "s", clock=lambda: now) as store:
         record(store)
         now = 5000.0
         store.actions.read(KEY)
@@ -166,11 +174,11 @@ def test_a_look_up_is_a_use_and_a_read_is_not(tmp_path: Path) -> None:
         assert entry.last_used == 6000
 
 
-def test_a_record_used_since_the_plan_is_not_evicted(tmp_path: Path) -> None:
+def test_a_record_used_since_the_plan_is_not_evicted(root: Path) -> None:
     from cas import actions
 
     now = 1000.0
-    with open_store(tmp_path / "s", clock=lambda: now) as store:
+    with open_store(root / "s", clock=lambda: now) as store:
         record(store)
         store.actions.get(KEY)
         (entry,) = store.actions.entries()
@@ -320,18 +328,18 @@ def test_waiting_is_told_to_the_progress(store: Store) -> None:
     thread.join()
 
 
-def test_a_killed_holder_leaves_no_lock_that_needs_a_hand(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s"):
+def test_a_killed_holder_leaves_no_lock_that_needs_a_hand(root: Path) -> None:
+    with open_store(root / "s"):
         pass
 
     def hold(child: Child) -> None:
-        with open_store(tmp_path / "s") as store, store.actions.flight(KEY):
+        with open_store(root / "s") as store, store.actions.flight(KEY):
             child.tell("up")
             time.sleep(600)
 
     child = Child(hold)
     child.wait_for("up")
-    with open_store(tmp_path / "s") as store:
+    with open_store(root / "s") as store:
         with store.actions.flight(KEY, wait=False) as mine:
             assert not mine
         child.kill()
@@ -345,12 +353,12 @@ def can_take_off(store: Store) -> bool:
         return mine
 
 
-def test_a_child_of_a_killed_holder_does_not_hold_its_flight(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s"):
+def test_a_child_of_a_killed_holder_does_not_hold_its_flight(root: Path) -> None:
+    with open_store(root / "s"):
         pass
 
     def hold(child: Child) -> None:
-        with open_store(tmp_path / "s") as store, store.actions.flight(KEY):
+        with open_store(root / "s") as store, store.actions.flight(KEY):
             grandchild = os.fork()
             if not grandchild:
                 time.sleep(600)
@@ -361,14 +369,14 @@ def test_a_child_of_a_killed_holder_does_not_hold_its_flight(tmp_path: Path) -> 
     _, grandchild = child._receive()
     try:
         child.kill()
-        with open_store(tmp_path / "s") as store:
+        with open_store(root / "s") as store:
             until(lambda: can_take_off(store))  # as soon as the grandchild has begun to run
     finally:
         os.kill(int(grandchild), signal.SIGKILL)
 
 
-def test_gc_removes_what_killed_holders_left_and_no_lock_in_use(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s") as store:
+def test_gc_removes_what_killed_holders_left_and_no_lock_in_use(root: Path) -> None:
+    with open_store(root / "s") as store:
         store.context.layout.flight(OTHER).touch()
         with store.actions.flight(KEY):
             collect(store)

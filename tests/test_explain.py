@@ -13,7 +13,7 @@ from cas.errors import ActionNotFound, NotFound, RefNotFound, UsageError
 from cas.explain import ABSENT, compare, explain, explain_last
 from cas.journal import Event
 from cas.manifest import Json
-from cas.testing.stores import open_store
+from cas.testing.stores import open_store, scratch
 
 KEY = Digest.of(b"key")
 SOME = Digest.of(b"some bytes").hex()
@@ -144,8 +144,15 @@ def test_equal_records_do_not_differ_and_the_telling_parts_come_first() -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(tmp_path / "store") as opened:
+def root() -> Iterator[Path]:
+    """Where stores may be: in memory, since they are hundreds of directories."""
+    with scratch() as path:
+        yield path
+
+
+@pytest.fixture
+def store(root: Path) -> Iterator[Store]:
+    with open_store(root / "store") as opened:
         yield opened
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from cas.errors import NoSpace, UsageError
 from cas.journal import JOURNAL_BYTES, MAX_REASONS, Event, Tally
 from cas.testing.processes import Child, children
 from cas.testing.steps import step_hook
-from cas.testing.stores import collect, open_store
+from cas.testing.stores import collect, open_store, scratch
 
 KEY = Digest.of(b"key")
 EVENTS = [
@@ -26,8 +27,15 @@ EVENTS = [
 
 
 @pytest.fixture
-def store(tmp_path: Path):  # type: ignore[no-untyped-def]
-    with open_store(tmp_path / "store", clock=lambda: 1234.5) as opened:
+def root() -> Iterator[Path]:
+    """Where stores may be: in memory, since they are hundreds of directories."""
+    with scratch() as path:
+        yield path
+
+
+@pytest.fixture
+def store(root: Path) -> Iterator[Store]:
+    with open_store(root / "store", clock=lambda: 1234.5) as opened:
         yield opened
 
 
@@ -47,19 +55,19 @@ def test_events_are_counted_by_reason_and_kept_in_order(store: Store) -> None:
     assert events[1].key == KEY and events[3].key is None
 
 
-def test_nothing_is_lost_when_many_processes_count(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s"):
+def test_nothing_is_lost_when_many_processes_count(root: Path) -> None:
+    with open_store(root / "s"):
         pass
 
     def count(_: Child) -> None:
-        with open_store(tmp_path / "s") as store:
+        with open_store(root / "s") as store:
             for _number in range(25):
                 store.actions.note(EVENTS[:2])
 
     with children(*[count] * 4) as started:
         for child in started:
             child.result()
-    with open_store(tmp_path / "s") as store:
+    with open_store(root / "s") as store:
         assert store.actions.tally().hits == 100
         assert store.actions.tally().misses == {"absent": 100}
         assert len(store.actions.events()) == 200
