@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cas import Store, verify
+from cas import Store, gc, verify
 from cas.digest import Digest
 from cas.errors import NoSpace
 from cas.fsio import free_bytes
+from cas.retention import Policy
 from cas.stats import stats
 from cas.testing.damage import fill_disk, mounted_tmpfs
 from cas.testing.disks import make_image, mounted_image
@@ -70,6 +71,8 @@ def template() -> Iterator[Path]:
                 commit(store, name, data)
             commit(store, "lost", GARBAGE)
             commit(store, "doomed", KEPT["kept/two"])
+            commit(store, "old", contents(50, CHUNK))
+            commit(store, "old", contents(51, CHUNK))
             store.remove("lost")
         yield directory
 
@@ -135,6 +138,14 @@ def collect_garbage(root: Path) -> None:
         assert stats(store).garbage_bytes == 0
 
 
+def drop_old(root: Path) -> None:
+    with open_store(root / "store") as store:
+        stats(store)
+        gc.collect(store, policy=Policy(keep_last=1))
+        assert [str(ref) for ref in store.refs() if ref.name == "old"] == ["old@2"]
+        assert stats(store).garbage_bytes == 0
+
+
 def remove(root: Path) -> None:
     with open_store(root / "store") as store:
         if "doomed" in {ref.name for ref in store.refs()}:
@@ -184,6 +195,7 @@ OPERATIONS = {
     "commit-new": Operation(commit_new, len(NEW), is_large=True),
     "assemble": Operation(assemble, len(KEPT["kept/one"]), is_large=True),
     "gc": Operation(collect_garbage, 16 << 10, works=True),
+    "gc-by-policy": Operation(drop_old, 16 << 10, works=True),
     "rm": Operation(remove, 4 << 10, works=True),
     "verify": Operation(verify_all, 16 << 10),
     "rebuild": Operation(rebuild, 128 << 10),
@@ -306,7 +318,7 @@ def test_gc_removes_one_tiny_chunk_with_an_index_that_has_no_spare_page(root: Pa
 
 def collect_manifests_only(store: Store) -> None:
     """What a gc leaves that was killed after its manifests: chunks alone."""
-    kept = {store.resolve(name).manifest.hex() for name in (*KEPT, "doomed")}
+    kept = {store.read_ref(ref).manifest.hex() for ref in store.refs()}
     for path in store.context.layout.manifests.glob("*/*"):
         if path.name not in kept:
             path.unlink()
