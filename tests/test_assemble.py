@@ -25,19 +25,13 @@ from cas.errors import (
 from cas.leases import Lease
 from cas.testing import forked
 from cas.testing.damage import flip_bit, truncate
-from cas.testing.stores import CHUNK, collect, commit, contents, open_store, scratch
+from cas.testing.stores import CHUNK, collect, commit, contents, open_store
 
 FILES = {
     "a.bin": contents(1, 3 * CHUNK + 5),
     "b.bin": contents(2, CHUNK),
     "c.bin": bytes(40 * CHUNK) + b"x" + bytes(CHUNK),
 }
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with scratch() as path:
-        yield path
 
 
 @pytest.fixture

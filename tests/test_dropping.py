@@ -20,16 +20,9 @@ from cas.testing.stores import (
     commit,
     contents,
     open_store,
-    scratch,
 )
 
 DAY = 86400
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with scratch() as path:
-        yield path
 
 
 def data(number: int) -> bytes:

@@ -18,17 +18,17 @@ from cas.testing.damage import flip_bit, truncate
 from cas.testing.processes import children
 from cas.testing.stores import (
     CHUNK,
-    assert_sound,
+    KEPT,
+    OLD,
+    assert_kept,
     chunk_files,
     collect,
     commit,
     contents,
+    litter,
     open_store,
-    scratch,
 )
 
-OLD = contents(1, 3 * CHUNK)
-KEPT = contents(2, 2 * CHUNK)
 HOUR = 3600
 
 
@@ -43,26 +43,10 @@ class Clock:
 
 
 @pytest.fixture
-def root() -> Iterator[Path]:
-    with scratch() as path:
-        yield path
-
-
-@pytest.fixture
 def store(root: Path) -> Iterator[Store]:
-    """A store with one artifact, and the three chunks and one manifest of a removed one."""
     with open_store(root / "s") as opened:
-        commit(opened, "kept", KEPT)
-        commit(opened, "old", OLD)
-        opened.remove("old")
+        litter(opened)
         yield opened
-
-
-def assert_kept(store: Store, root: Path, **expected: bytes) -> None:
-    for name, data in {"kept": KEPT, **expected}.items():
-        (path,) = store.assemble(name, root / "out")
-        assert path.read_bytes() == data, name
-    assert_sound(store)
 
 
 # --- what goes and what stays -------------------------------------------------------------------

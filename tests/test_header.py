@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,14 +23,8 @@ from cas.layout import FANOUT
 from cas.testing import Child, Interleaving, step_hook
 from cas.testing.damage import mounted_read_only, writable
 from cas.testing.processes import children
-from cas.testing.stores import CHUNK, assert_sound, commit, contents, open_store, scratch
+from cas.testing.stores import CHUNK, assert_sound, commit, contents, open_store
 from cas.verify import verify
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with scratch() as path:
-        yield path
 
 
 def test_a_store_is_created_at_first_use_with_its_parents(root: Path) -> None:

@@ -17,39 +17,22 @@ from cas.testing import Child, Interleaving, step_hook
 from cas.testing.processes import children
 from cas.testing.stores import (
     CHUNK,
-    assert_sound,
+    KEPT,
+    OLD,
+    assert_kept,
     collect,
     commit,
     contents,
+    litter,
     open_store,
-    scratch,
 )
-
-OLD = contents(1, 3 * CHUNK)
-KEPT = contents(2, 2 * CHUNK)
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with scratch() as path:
-        yield path
 
 
 @pytest.fixture
 def store(root: Path) -> Iterator[Store]:
-    """A store with one artifact, and the three chunks and one manifest of a removed one."""
     with open_store(root / "s") as opened:
-        commit(opened, "kept", KEPT)
-        commit(opened, "old", OLD)
-        opened.remove("old")
+        litter(opened)
         yield opened
-
-
-def assert_kept(store: Store, root: Path, **expected: bytes) -> None:
-    for name, data in {"kept": KEPT, **expected}.items():
-        (path,) = store.assemble(name, root / "out")
-        assert path.read_bytes() == data, name
-    assert_sound(store)
 
 
 def test_what_a_writer_reached_between_plan_and_execution_stays(store: Store, root: Path) -> None:
@@ -116,7 +99,7 @@ WRITER_STEPS = [
     ("index-commit", "/index", 2),
     ("create", "manifest", 1),
     ("rename", "/manifests/", 1),
-    ("mkdir", "/refs/", 1),
+    ("rename", "/refs/", 1),
     ("create", "/ref", 1),
     ("link", "/refs/", 1),
     ("sync", "/refs/", 1),

@@ -22,14 +22,7 @@ from cas.testing.stores import (
     commit,
     contents,
     open_store,
-    scratch,
 )
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with scratch() as path:
-        yield path
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,6 @@ from cas.testing.stores import assert_sound, collect, commit, contents, open_sto
 from cas.testing.strategies import no_deadlines
 
 no_deadlines()
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    with scratch() as path, open_store(path / "s") as opened:
-        yield opened
 
 
 def test_generations_rise_and_the_highest_is_current(store: Store) -> None:

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from cas import Digest, Store
 from cas.stats import stats
 from cas.testing import Child
 from cas.testing.damage import flip_bit
 from cas.testing.processes import children
-from cas.testing.stores import CHUNK, collect, commit, contents, open_store, scratch
+from cas.testing.stores import CHUNK, collect, commit, contents, open_store
 from cas.verify import verify
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with scratch() as path:
-        yield path
-
-
-@pytest.fixture
-def store(root: Path) -> Iterator[Store]:
-    with open_store(root / "s") as opened:
-        yield opened
 
 
 def test_an_empty_store_has_nothing(store: Store) -> None:

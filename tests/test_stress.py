@@ -6,7 +6,6 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,7 @@ from cas import gc, verify
 from cas.errors import Busy, ManifestDamaged, NotFound
 from cas.testing import Child
 from cas.testing.processes import children
-from cas.testing.stores import CHUNK, assert_sound, contents, open_store, scratch
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with scratch() as path:
-        yield path
+from cas.testing.stores import CHUNK, assert_sound, contents, open_store
 
 
 def blob(seed: int) -> bytes:

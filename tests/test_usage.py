@@ -22,12 +22,6 @@ from cas.testing.stores import CHUNK, collect, commit, contents, open_store, scr
 
 
 @pytest.fixture
-def root() -> Iterator[Path]:
-    with scratch() as path:
-        yield path
-
-
-@pytest.fixture
 def store(root: Path) -> Iterator[Store]:
     """Three artifacts that share chunks: four chunks in all, nine uses."""
     with open_store(root / "s") as opened:

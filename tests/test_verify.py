@@ -21,7 +21,6 @@ from cas.testing.stores import (
     commit,
     contents,
     open_store,
-    scratch,
 )
 
 ONE = contents(1, 3 * CHUNK)
@@ -36,12 +35,6 @@ class Clock:
     def __call__(self) -> float:
         self.now += self.step
         return self.now
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with scratch() as path:
-        yield path
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import io
 import mmap
 import threading
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,18 +42,6 @@ from cas.testing.strategies import no_deadlines
 no_deadlines()
 
 SIZES = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 9 * CHUNK + 13]
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with scratch() as path:
-        yield path
-
-
-@pytest.fixture
-def store(root: Path) -> Iterator[Store]:
-    with open_store(root / "s") as opened:
-        yield opened
 
 
 class Trickle(io.RawIOBase):

@@ -61,3 +61,22 @@ def assert_sound(store: Store) -> None:
         totals = txn.totals()
     assert entries == sizes
     assert totals == (len(sizes), sum(sizes.values()))
+
+
+#: What `litter` leaves in a store, and what it leaves of only chunks that nothing uses.
+KEPT, OLD = contents(2, 2 * CHUNK), contents(1, 3 * CHUNK)
+
+
+def litter(store: Store) -> None:
+    """One artifact, ``kept``, and the three chunks and one manifest of a removed one."""
+    commit(store, "kept", KEPT)
+    commit(store, "old", OLD)
+    store.remove("old")
+
+
+def assert_kept(store: Store, root: Path, **expected: bytes) -> None:
+    """The artifact of `litter`, and those of ``expected``, are as they were; the store is sound."""
+    for name, data in {"kept": KEPT, **expected}.items():
+        (path,) = store.assemble(name, root / "out")
+        assert path.read_bytes() == data, name
+    assert_sound(store)
