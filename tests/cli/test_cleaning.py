@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,99 @@ def test_grace_spares_what_is_young(run: Run, filled: Filled) -> None:
     run("config", "set", "grace", "1h")
     assert run("gc", "--json").json["dead_chunks"] == 0
     assert run("gc", "--grace", "0s", "--json").json["dead_chunks"] == 4
+
+
+def test_gc_keep_last_drops_old_generations(run: Run, filled: Filled, tmp_path: Path) -> None:
+    before = refs(run)
+    planned = run("gc", "--keep-last", "1", "--dry-run")
+    assert planned.out.splitlines()[0] == "would drop models/one@1"
+    assert refs(run) == before
+    done = run("gc", "--keep-last", "1", "--json").json
+    assert (done["dropped_refs"], done["freed_bytes"]) == (["models/one@1"], ONE)
+    assert refs(run) == ["models/one@2", "other@1"]
+    assert run("assemble", "models/one", "-o", tmp_path / "out").code == 0
+    assert run("gc", "--keep-last", "1").out.startswith("found 0 chunks")
+
+
+def test_gc_older_than_goes_by_the_last_use(run: Run, filled: Filled, tmp_path: Path) -> None:
+    assert run("gc", "--older-than", "1d", "--json").json["dropped_refs"] == []
+    for path in (filled.path / "refs").rglob("0*"):
+        os.utime(path, (1e9, 1e9))
+    assert run("assemble", "models/one@1", "-o", tmp_path / "out").code == 0
+    assert run("gc", "--older-than", "1d", "--json").json["dropped_refs"] == []
+    for path in (filled.path / "refs").rglob("0*"):
+        os.utime(path, (1e9, 1e9))
+    assert run("gc", "--older-than", "1d", "--json").json["dropped_refs"] == ["models/one@1"]
+    done = run("gc", "--older-than", "1d", "--include-current", "--json").json
+    assert done["dropped_refs"] == ["models/one@2", "other@1"]
+    assert (refs(run), filled.chunk_files()) == ([], [])
+
+
+def test_gc_max_size_drops_until_it_fits(run: Run, filled: Filled) -> None:
+    assert run("gc", "--max-size", "1G", "--json").json["dropped_refs"] == []
+    done = run("gc", "--max-size", f"{2 * ONE}", "--json").json
+    assert (done["dropped_refs"], done["max_bytes"], done["over_bytes"]) == (
+        ["models/one@1"],
+        2 * ONE,
+        0,
+    )
+    outcome = run("gc", "--max-size", "1k", "--json")
+    assert outcome.code == 0
+    assert (outcome.json["dropped_refs"], outcome.json["over_bytes"]) == ([], 2 * ONE - 1000)
+    assert "more than the limit remain" in outcome.err
+
+
+def test_gc_goes_by_the_settings_unless_options_say_otherwise(run: Run, filled: Filled) -> None:
+    assert run("gc", "--dry-run", "--json").json["dropped_refs"] == []
+    one = ["models/one@1"]
+    keep = {"CAS_KEEP_LAST": "1"}
+    assert run("gc", "--dry-run", "--json", env=keep).json["dropped_refs"] == one
+    assert run("config", "set", "keep_last", "2").code == 0
+    assert run("gc", "--dry-run", "--json").json["dropped_refs"] == []
+    assert run("gc", "--dry-run", "--json", env=keep).json["dropped_refs"] == one
+    assert run("config", "set", "max_size", "1k").out == "max_size = 1k (store's config.toml)\n"
+    document = run("gc", "--dry-run", "--json").json
+    assert (document["dropped_refs"], document["max_bytes"]) == ([], 1000), "both are protected"
+    document = run("gc", "--dry-run", "--keep-last", "1", "--json").json
+    assert (document["dropped_refs"], document["max_bytes"]) == (one, None)
+    document = run("gc", "--dry-run", "--max-size", "1k", "--json").json
+    assert (document["dropped_refs"], document["max_bytes"]) == (one, 1000)
+    assert run("gc", "--dry-run", "--max-size", "none", "--json").json["dropped_refs"] == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--keep-last", "0"), ("--keep-last", "x"), ("--older-than", "1y"), ("--max-size", "many")],
+)
+def test_a_malformed_policy_is_a_usage_error(
+    run: Run, filled: Filled, option: str, value: str
+) -> None:
+    outcome = run("gc", option, value)
+    assert outcome.code == 2
+    assert option in outcome.err and value in outcome.err
+    assert len(filled.chunk_files()) == 12
+
+
+def test_gc_dry_run_needs_no_right_to_write(run: Run, filled: Filled) -> None:
+    run("rm", "other")
+    expected = run("gc", "--dry-run", "--keep-last", "1", "--json").json
+    assert (expected["dead_chunks"], expected["dropped_refs"]) == (8, ["models/one@1"])
+    env = {"CAS_READONLY": "1"}
+    assert run("gc", "--dry-run", "--keep-last", "1", "--json", env=env).json == expected
+    assert run("gc", "--keep-last", "1", env=env).code == 5
+    assert refs(run) == ["models/one@1", "models/one@2"]
+
+
+def test_the_largest_size_of_the_environment_is_kept_by_what_writes(
+    run: Run, filled: Filled
+) -> None:
+    from cas_cli.app import App
+    from cas_cli.options import Given
+
+    app = App(Given(store=str(filled.path)), {"CAS_MAX_SIZE": str(2 * ONE)})
+    with app.store(write=True) as store:
+        commit(store, "other", filled.other)
+    assert refs(run) == ["models/one@2", "other@1", "other@2"]
 
 
 def test_gc_leaves_everything_when_a_manifest_cannot_be_read(run: Run, filled: Filled) -> None:

@@ -30,6 +30,8 @@ def test_defaults_come_from_nowhere_else(tmp_path: Path) -> None:
     assert origin(settings, "read_only") == (False, "default")
     assert origin(settings, "umask") == (None, "default")
     assert origin(settings, "grace") == (0, "default")
+    for key in ("keep_last", "older_than", "max_size"):
+        assert origin(settings, key) == (None, "default")
 
 
 def test_flag_beats_environment_beats_store_beats_default(run: Run, filled: Filled) -> None:
@@ -78,6 +80,33 @@ def test_set_and_get_go_together(run: Run, filled: Filled) -> None:
         "value": 7200,
         "origin": "store's config.toml",
     }
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "shown", "value"),
+    [
+        ("keep_last", "3", "3", 3),
+        ("older_than", "30d", "30d", 30 * 86400),
+        ("max_size", "200GiB", "200GiB", "200GiB"),
+        ("max_size", "10%", "10%", "10%"),
+        ("max_size", "0", "none", None),
+        ("keep_last", "none", "none", None),
+    ],
+)
+def test_a_policy_is_shown_as_it_was_given(
+    run: Run, filled: Filled, key: str, text: str, shown: str, value: object
+) -> None:
+    assert run("config", "set", key, text).code == 0
+    assert run("config", "get", key).out == f"{shown}\n"
+    assert run("config", "get", key, "--json").json["value"] == value
+    env = {f"CAS_{key.upper()}": text}
+    assert run("config", "get", key, env=env).out == f"{shown}\n"
+
+
+def test_a_malformed_policy_of_the_environment_is_named(run: Run, filled: Filled) -> None:
+    outcome = run("stats", env={"CAS_MAX_SIZE": "lots"})
+    assert outcome.code == 2
+    assert "CAS_MAX_SIZE: 'lots' is not a size such as 200G" in outcome.err
 
 
 def test_set_tells_when_something_else_still_decides(run: Run, filled: Filled) -> None:
