@@ -72,7 +72,7 @@ class Difference:
 
 
 def _short(value: object) -> str:
-    text = value if isinstance(value, str) else str(value)
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -134,6 +134,7 @@ _WORDS: Final[Sequence[tuple[str, str, str]]] = (
     ("weights", "", "the weight {}"),
     ("action", "graph digest", "the program: its operators, their arguments, shapes or names"),
     ("action", "options digest", "the options"),
+    ("action", "configuration digest", "the config of to_executorch"),
     ("action", "weights digest", "the weights: their contents, or which of them share memory"),
     ("graph", "", "the program's {}"),
     ("environment", "version: ", "the version of {}"),
