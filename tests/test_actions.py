@@ -18,7 +18,7 @@ from cas.errors import (
     ReadOnlyStore,
     UsageError,
 )
-from cas.testing.processes import Child, until
+from cas.testing.processes import Child, children, until
 from cas.testing.steps import Interleaving, step_hook
 from cas.testing.stores import CHUNK, assert_sound, collect, contents, open_store, scratch
 
@@ -288,6 +288,36 @@ def test_the_second_waits_for_the_first_and_then_finds_its_record(store: Store) 
         thread.join()
     assert len(computed) == 1
     assert not list(store.context.layout.flights.iterdir())
+
+
+def test_four_processes_compute_it_once_although_the_first_is_killed(root: Path) -> None:
+    with open_store(root / "s"):
+        pass
+
+    def begin(child: Child) -> None:
+        with open_store(root / "s") as store, store.actions.flight(KEY):
+            child.tell("computing")
+            time.sleep(600)
+
+    def compute(child: Child) -> tuple[bool, bytes]:
+        with open_store(root / "s") as store, store.writer() as writer:
+            child.tell("ready")
+            with store.actions.flight(KEY):
+                found = writer.find_action(KEY).record
+                if found is not None:
+                    return False, writer.read(found.recipes[0])
+                time.sleep(0.3)
+                return True, writer.read(put(writer, KEY, DATA).recipes[0])
+
+    with children(begin) as (first,):
+        first.wait_for("computing")
+        with children(*[compute] * 4) as others:
+            for other in others:
+                other.wait_for("ready")
+            first.kill()
+            found = [child.result() for child in others]
+    assert sum(computed for computed, _ in found) == 1
+    assert {data for _, data in found} == {DATA}
 
 
 def test_who_does_not_wait_is_told_at_once(store: Store) -> None:

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cas import Store, gc, verify
+from cas import Digest, Store, Writer, actions, gc, verify
 from cas.errors import CasError
 from cas.testing import Child, KillAt, step_hook
 from cas.testing.stores import CHUNK, chunk_files, contents, open_store, scratch
@@ -31,8 +31,23 @@ def blob(seeds: list[int]) -> bytes:
     return b"".join(contents(s, CHUNK if s < 4 else 1000) if s < 5 else bytes(CHUNK) for s in seeds)
 
 
+def key_of(number: int) -> Digest:
+    return Digest.of(b"action %d" % number)
+
+
+def record(writer: Writer, number: int, data: bytes) -> None:
+    writer.put_action(
+        key_of(number),
+        kind="test",
+        factors={},
+        result=Digest.of(data).hex(),
+        recipes=[writer.put(data)],
+        seconds=0,
+    )
+
+
 class StoreMachine(RuleBasedStateMachine):
-    """The model: name -> generation -> bytes."""
+    """The model: name -> generation -> bytes, and action -> what it gave."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,6 +55,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.root = self.stack.enter_context(scratch())
         self.now = 1e9
         self.committed: dict[str, dict[int, bytes]] = {}
+        self.recorded: dict[int, bytes] = {}
         self.store = self.open()
 
     def open(self) -> Store:
@@ -68,6 +84,29 @@ class StoreMachine(RuleBasedStateMachine):
                 writer.barrier()
             raise ZeroDivisionError
 
+    @rule(number=st.integers(0, 2), seeds=BLOBS)
+    def compute(self, number: int, seeds: list[int]) -> None:
+        with self.store.writer() as writer, self.store.actions.flight(key_of(number)):
+            found = writer.find_action(key_of(number)).record
+            assert (found is not None) == (number in self.recorded)
+            if found is None:
+                self.recorded[number] = blob(seeds)
+                record(writer, number, blob(seeds))
+            else:
+                assert writer.read(found.recipes[0]) == self.recorded[number]
+
+    @rule(number=st.integers(0, 2), evicted=st.booleans())
+    def forget(self, number: int, evicted: bool) -> None:
+        if not evicted:
+            self.store.actions.drop(key_of(number))
+        else:
+            layout = self.store.context.layout
+            with self.store.context.index.exclude():
+                for entry in self.store.actions.entries():
+                    if entry.key == key_of(number):
+                        assert actions.evict(layout, entry)
+        self.recorded.pop(number, None)
+
     @precondition(lambda self: any(self.committed.values()))
     @rule(data=st.data())
     def remove(self, data: Any) -> None:
@@ -90,6 +129,7 @@ class StoreMachine(RuleBasedStateMachine):
                 for ref in self.store.refs()
                 for digest in self.store.manifest(self.store.read_ref(ref)).chunks()
             }
+            live |= {d for found in self.store.actions.list() for d in found.chunks()}
             assert {path.name for path in chunk_files(self.store)} == {d.hex() for d in live}
 
     @rule()
@@ -121,9 +161,9 @@ class StoreMachine(RuleBasedStateMachine):
         if not running:
             self.store = self.open()
 
-    @rule(seeds=BLOBS, step=st.integers(1, 40), what=st.sampled_from(["commit", "gc"]))
+    @rule(seeds=BLOBS, step=st.integers(1, 40), what=st.sampled_from(["commit", "gc", "record"]))
     def die(self, seeds: list[int], step: int, what: str) -> None:
-        """Another process is killed at some step of a commit or of a gc."""
+        """Another process is killed at some step of a commit, of a gc, or of an action."""
         self.store.close()
         before = self.committed.get("a", {})
         data = blob(seeds)
@@ -134,10 +174,17 @@ class StoreMachine(RuleBasedStateMachine):
                     gc.execute(mine, gc.plan(mine))
                     return
                 with mine.writer() as writer:
-                    writer.commit("a", {"f": writer.put(data)})
+                    if what == "record":
+                        record(writer, 0, data)
+                    else:
+                        writer.commit("a", {"f": writer.put(data)})
 
         Child(work).wait()
         self.store = self.open()
+        found = self.store.actions.get(key_of(0))
+        assert found is not None or 0 not in self.recorded, "a kill has lost a record"
+        if found is not None and found.result == Digest.of(data).hex() and what == "record":
+            self.recorded[0] = data
         with contextlib.suppress(CasError):
             ref = self.store.resolve("a")
             if ref.generation not in before:  # it died after its commit point
@@ -145,6 +192,13 @@ class StoreMachine(RuleBasedStateMachine):
                 self.committed.setdefault("a", {})[ref.generation] = data
 
     # --- what must hold -------------------------------------------------------------------------
+
+    @invariant()
+    def every_record_is_there_and_no_other(self) -> None:
+        found = {record.key: record.result for record in self.store.actions.list()}
+        expected = {key_of(n): Digest.of(data).hex() for n, data in self.recorded.items()}
+        assert found == expected
+        assert all(self.store.actions.get(key) for key in expected)
 
     @invariant()
     def every_artifact_is_there_and_no_other(self) -> None:

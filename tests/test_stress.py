@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cas import gc, verify
+from cas import Digest, Store, Writer, actions, gc, verify
 from cas.errors import Busy, ManifestDamaged, NotFound
 from cas.testing import Child
 from cas.testing.processes import children
@@ -108,12 +108,52 @@ def assembler(root: Path, until: float) -> tuple[Kept, Counter[str]]:
     return {}, counts
 
 
+def computer(root: Path, number: int, until: float) -> tuple[Kept, Counter[str]]:
+    """Looks for actions, computes each alone, and now and then forgets or evicts one."""
+    dice = random.Random(number)
+    counts: Counter[str] = Counter()
+    with open_store(root / "s", workers=1) as store:
+        while time.monotonic() < until:
+            seed = dice.randrange(6)
+            key = Digest.of(b"action %d" % seed)
+            with store.writer() as w:
+                counts["computed" if _compute(store, w, key, seed) else "hits"] += 1
+            if dice.random() < 0.2:
+                entry = next(iter(store.actions.entries()), None)
+                if entry is not None and dice.random() < 0.5:
+                    with store.context.index.exclude():
+                        actions.evict(store.context.layout, entry)
+                else:
+                    store.actions.drop(key)
+    return {}, counts
+
+
+def _compute(store: Store, w: Writer, key: Digest, seed: int) -> bool:
+    found = w.find_action(key).record
+    if found is None:
+        with store.actions.flight(key):
+            found = w.find_action(key).record
+            if found is None:
+                w.put_action(
+                    key,
+                    kind="test",
+                    factors={},
+                    result=seed,
+                    recipes=[w.put(blob(seed))],
+                    seconds=0,
+                )
+                return True
+    assert found.result == seed and w.read(found.recipes[0]) == blob(seed)
+    return False
+
+
 def suicide(root: Path, until: float) -> tuple[Kept, Counter[str]]:
     """Writers that are killed at a random moment, one after the other."""
     dice = random.Random(4)
     counts: Counter[str] = Counter()
     while time.monotonic() < until:
-        victim = Child(lambda child: writer(root, 99, until + 60))
+        work = dice.choice([writer, computer])
+        victim = Child(lambda child, work=work: work(root, 99, until + 60))
         time.sleep(dice.uniform(0.05, 0.3))
         victim.kill()
         counts["killed writers"] += 1
@@ -125,6 +165,7 @@ def stress(root: Path, seconds: float, writers: int) -> None:
     until = time.monotonic() + seconds
     works = [lambda _, n=n: writer(root, n, until) for n in range(writers)]
     works += [lambda _: same_name(root, until)] * 2 + [lambda _: collector(root, until)] * 2
+    works += [lambda _, n=n: computer(root, n, until) for n in (100, 101)]
     works += [lambda _, f=f: f(root, until) for f in (verifier, assembler, suicide)]
     kept: Kept = {}
     counts: Counter[str] = Counter()
@@ -145,8 +186,10 @@ def stress(root: Path, seconds: float, writers: int) -> None:
         assert_sound(store)
         assert list(store.context.layout.leases.iterdir()) == []
         assert list(store.context.layout.tmp.iterdir()) == []
+        assert list(store.context.layout.flights.iterdir()) == []
     print(f"{len(kept)} artifacts intact after", dict(counts))
-    for what in ("committed", "removed", "gcs", "verified chunks", "assembled", "killed writers"):
+    wanted = ("committed", "removed", "gcs", "verified chunks", "assembled", "killed writers")
+    for what in (*wanted, "computed", "hits"):
         assert counts[what], f"nothing was {what}"
 
 
