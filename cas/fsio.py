@@ -15,7 +15,10 @@ import errno
 import fcntl
 import mmap
 import os
+import re
+import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -258,16 +261,40 @@ def touch(path: Path, when: float) -> None:
 
 
 def make_directory(path: Path, mode: int) -> None:
-    """Create ``path`` with exactly ``mode`` if it is not there (parents must exist)."""
+    """Create ``path`` with exactly ``mode`` if it is not there (parents must exist).
+
+    It never has fewer permissions than that: who is killed in between leaves nothing that other
+    users of a shared store could not open. At worst an empty ``.<name>.<random>`` is left.
+    """
     if path.is_dir():
         return
     step("mkdir", path)
-    try:
-        os.mkdir(path, mode)
-    except FileExistsError:
+    if mode & process_umask():
+        _make_and_rename(path, mode)
         return
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, mode & 0o777)
+        _chmod_directory(path, mode)
+
+
+def _make_and_rename(path: Path, mode: int) -> None:
+    """A directory that mkdir(2) alone would make too closed."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    os.mkdir(temporary, 0o700)
+    try:
+        _chmod_directory(temporary, mode)
+        os.rename(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.rmdir(temporary)
+        if not isinstance(error, OSError) or not path.exists():
+            raise  # else somebody has made it, and something in it, meanwhile
+
+
+def _chmod_directory(path: Path, mode: int) -> None:
     inherited = path.stat().st_mode & 0o2000  # keep setgid from the parent: group stores need it
-    os.chmod(path, mode | inherited)
+    if stat.S_IMODE(path.stat().st_mode) != mode | inherited:
+        os.chmod(path, mode | inherited)
 
 
 def set_mode(path: Path | str, mode: int) -> bool:
@@ -522,9 +549,12 @@ class Modes:
 def process_umask() -> int:
     """This process's umask, read without changing it (os.umask would, for every thread)."""
     try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
+        fd = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return 0o022
-    return 0o022
+    try:
+        head = os.read(fd, 256)  # the second line: asked for each directory that is made
+    finally:
+        os.close(fd)
+    found = re.search(rb"^Umask:\s*([0-7]+)$", head, re.MULTILINE)
+    return int(found[1], 8) if found else 0o022

@@ -103,7 +103,8 @@ def _is_half_made(layout: Layout) -> bool:
     ours = set(layout.directories())
     for path in layout.root.rglob("*"):
         leftover = path.parent == layout.tmp and path.name.startswith("header-")
-        if not leftover and not (path in ours and path.is_dir()):
+        unnamed = path.name.startswith(".") and path.with_name(path.name.split(".")[1]) in ours
+        if not leftover and not ((unnamed or path in ours) and path.is_dir()):
             return False
     return True
 

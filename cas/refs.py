@@ -173,7 +173,7 @@ def create(
     # Not as a chunk, which nobody can write: who uses a generation sets its file's time of use.
     fsio.create_file(temporary, f"{manifest}\n".encode(), mode=modes.file, sync=True)
     try:
-        _make_name(directory, temporary.with_name("name"), modes)
+        fsio.make_directory(directory, modes.directory)
         fsio.sync_path(layout.refs)
         generation = max(generations(layout, name), default=0) + 1
         if generation > MAX_GENERATION:
@@ -184,17 +184,6 @@ def create(
     finally:
         fsio.unlink(temporary)  # also after a failure, so that the writer can try again
     return Ref(name, generation, manifest)
-
-
-def _make_name(directory: Path, temporary: Path, modes: fsio.Modes) -> None:
-    """Make the directory of a name, with its mode from the first moment that it is there.
-
-    Whoever is killed in between leaves nothing that other users of a shared store cannot open.
-    """
-    if directory.is_dir():
-        return
-    fsio.make_directory(temporary, modes.directory)
-    fsio.rename(temporary, directory)
 
 
 def remove(layout: Layout, ref: RefId) -> bool:

@@ -98,9 +98,103 @@ def test_a_directory_keeps_its_parents_group_bit(tmp_path: Path) -> None:
     assert (tmp_path / "d").stat().st_mode & 0o2000
 
 
+def test_a_directory_is_never_there_with_fewer_permissions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for a moment: who is killed then would lock out the other users of a shared store."""
+
+    def work() -> None:
+        os.umask(0o077)
+        real = os.chmod
+
+        def look(path: Path, mode: int) -> None:
+            assert not (tmp_path / "d").exists()
+            real(path, mode)
+
+        monkeypatch.setattr(os, "chmod", look)
+        fsio.make_directory(tmp_path / "d", 0o775)
+
+    forked(work)
+    assert (tmp_path / "d").stat().st_mode & 0o777 == 0o775
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_a_directory_that_another_makes_meanwhile_is_kept_with_what_is_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work() -> None:
+        os.umask(0o077)
+        real = os.rename
+
+        def late(source: Path, target: Path) -> None:
+            target.mkdir()
+            (target / "file").write_bytes(b"theirs")
+            real(source, target)
+
+        monkeypatch.setattr(os, "rename", late)
+        fsio.make_directory(tmp_path / "d", 0o775)
+
+    forked(work)
+    assert (tmp_path / "d" / "file").read_bytes() == b"theirs"
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_a_file_in_the_place_of_a_directory_is_left_for_what_comes_next_to_fail_on(
+    tmp_path: Path, umask: int
+) -> None:
+    (tmp_path / "d").write_bytes(b"a file")
+
+    def work() -> None:
+        os.umask(umask)
+        fsio.make_directory(tmp_path / "d", 0o775)
+
+    forked(work)
+    assert (tmp_path / "d").read_bytes() == b"a file"
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_a_lock_is_never_there_with_fewer_permissions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work() -> None:
+        os.umask(0o077)
+        real = os.fchmod
+
+        def look(fd: int, mode: int) -> None:
+            assert not (tmp_path / "lock").exists()
+            real(fd, mode)
+
+        monkeypatch.setattr(os, "fchmod", look)
+        fsio.FileLock.open(tmp_path / "lock", 0o664).close()
+        fsio.FileLock.open(tmp_path / "lock", 0o600).close()  # it has its mode already
+
+    forked(work)
+    assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o664
+
+
+@pytest.mark.parametrize("unnamed", [True, False])
+def test_of_two_who_make_a_lock_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unnamed: bool
+) -> None:
+    if not unnamed:
+        monkeypatch.setattr(fsio, "_open_unnamed", lambda directory: None)
+    first = fsio.FileLock.create(tmp_path / "lock", 0o664, locked=True)
+    assert first is not None and first.is_current()
+    assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o664
+    assert fsio.FileLock.create(tmp_path / "lock", 0o664) is None
+    second = fsio.FileLock.open(tmp_path / "lock", 0o664)
+    assert not second.try_exclusive()
+    first.close()
+    assert second.try_exclusive()
+    second.close()
+
+
 def test_modes_follow_the_umask() -> None:
     modes = fsio.Modes(0o027)
     assert (modes.data, modes.file, modes.directory) == (0o440, 0o640, 0o750)
+    shared = fsio.Modes(0o007)  # setgid, so that what is made in a directory is the group's
+    assert (shared.data, shared.file, shared.directory) == (0o440, 0o660, 0o2770)
 
 
 def test_the_process_umask_is_read_without_being_changed() -> None:

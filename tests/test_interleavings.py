@@ -99,7 +99,7 @@ WRITER_STEPS = [
     ("index-commit", "/index", 2),
     ("create", "manifest", 1),
     ("rename", "/manifests/", 1),
-    ("rename", "/refs/", 1),
+    ("mkdir", "/refs/", 1),
     ("create", "/ref", 1),
     ("link", "/refs/", 1),
     ("sync", "/refs/", 1),
