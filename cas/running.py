@@ -30,10 +30,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 #: Module -> what in it is called by every export, before weights are copied: torch's own export,
-#: and the program manager that all ways of lowering make.
+#: the usual way of lowering, and the program manager that all ways of lowering make.
 FIRST_CALLS: Final = {
     "torch.export._trace": ("_export",),
-    "executorch.exir.program._program": ("EdgeProgramManager", "__init__"),
+    "executorch.exir.program._program": (
+        "to_edge_transform_and_lower",
+        "EdgeProgramManager.__init__",
+    ),
 }
 
 
@@ -42,12 +45,29 @@ class RunOptions:
     """How to run.
 
     ``name`` is the artifact's, by default made from its file's name; ``provenance`` goes to every
-    artifact; ``spill`` moves models from memory into the store when they are exported.
+    artifact; ``spill`` moves models from memory into the store when they are exported; ``reuse``
+    does without computing what was computed before, except for the share ``recheck`` of it.
     """
 
     name: str | None = None
     provenance: Mapping[str, Json] = field(default_factory=dict)
     spill: bool = False
+    reuse: bool = True
+    recheck: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ActionCounts:
+    """How many computations came out of the store, were done, and were done and not kept."""
+
+    hits: int = 0
+    misses: int = 0
+    uncacheable: int = 0
+    seconds_saved: float = 0.0
+
+    @property
+    def total(self) -> int:
+        return self.hits + self.misses + self.uncacheable
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +76,14 @@ class RunResult:
 
     ``in_child`` says that this is a process that the program itself made with fork(): it ends as it
     would have, and reports nothing. ``unwritten`` counts the programs whose bytes were taken with
-    ``.buffer`` and that no file is known of.
+    ``.buffer``, or written to something that is no plain file, and that no file is known of;
+    ``actions`` what happened to the computations.
     """
 
     outcome: Outcome
     artifacts: tuple[Recorded, ...] = ()
     unwritten: int = 0
+    actions: ActionCounts = ActionCounts()
     seconds: float = 0.0
     in_child: bool = False
 
@@ -88,7 +110,7 @@ def run(
     if not session.is_here():
         return RunResult(outcome, in_child=True)
     recorded, unwritten = session.finish(record=outcome.succeeded)
-    return RunResult(outcome, recorded, unwritten, clock() - started)
+    return RunResult(outcome, recorded, unwritten, session.actions(), clock() - started)
 
 
 class _Session:
@@ -125,16 +147,26 @@ class _Session:
             return (), 0
         return self._recording.finish(record=record)
 
-    def _arm(self, name: str) -> None:
-        owner: Any = sys.modules[name]
-        *path, attribute = FIRST_CALLS[name]
-        for part in path:
-            owner = getattr(owner, part, None)
-        original = vars(owner).get(attribute) if owner is not None else None
-        if original is None:
-            log.debug("there is no %s in %s to wait for", ".".join([*path, attribute]), name)
-            return
+    def actions(self) -> ActionCounts:
+        if self._recording is None:
+            return ActionCounts()
+        found = self._recording.outcomes
+        misses, uncacheable = sum(found.misses.values()), sum(found.uncacheable.values())
+        return ActionCounts(found.hits, misses, uncacheable, found.seconds_saved)
 
+    def _arm(self, module: str) -> None:
+        for path in FIRST_CALLS[module]:
+            owner: Any = sys.modules[module]
+            *parents, attribute = path.split(".")
+            for part in parents:
+                owner = getattr(owner, part, None)
+            original = vars(owner).get(attribute) if owner is not None else None
+            if original is None:
+                log.debug("there is no %s in %s to wait for", path, module)
+            else:
+                self._replace(owner, attribute, original)
+
+    def _replace(self, owner: Any, attribute: str, original: Any) -> None:
         @functools.wraps(original)
         def first(*args: Any, **kwargs: Any) -> Any:
             self._start()
@@ -170,6 +202,13 @@ class _Session:
 def _begin(store: Store, options: RunOptions) -> Recording:
     from cas.executorch.running import Recording
 
-    recording = Recording(store, options.name, options.provenance, spill=options.spill)
+    recording = Recording(
+        store,
+        options.name,
+        options.provenance,
+        spill=options.spill,
+        reuse=options.reuse,
+        recheck=options.recheck,
+    )
     recording.begin()
     return recording

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,6 @@ def store(root: Path) -> Iterator[Store]:
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No test reads the developer's settings, or touches the store in their home directory."""
-    for name in ("CAS_STORE", "CAS_READONLY", "CAS_UMASK", "CAS_GRACE"):
+    for name in [name for name in os.environ if name.startswith("CAS_")]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg-cache"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,8 @@ from cas.store import Store
 from cas.torch.mapping import MIN_MAPPED, Mapper
 from cas.torch.spill import Spilled
 from cas.writer import Writer
+
+log = logging.getLogger(__name__)
 
 #: Held by the one capture that is active. Patches are process-wide, so the lock is too.
 _ACTIVE: Final = threading.Lock()
@@ -101,9 +104,7 @@ class Capture:
                 )
                 action_seam.install(patches, delegates)
                 if self._actions.whole:
-                    exports = WholeExports(
-                        self.store, writer, intake, self._actions, self.outcomes
-                    )
+                    exports = WholeExports(self.store, writer, intake, self._actions, self.outcomes)
                     whole.install(patches, exports)
                 stack.callback(self._note_outcomes)
             self._active = (writer, intake)
@@ -135,6 +136,8 @@ class Capture:
 
     def _note_outcomes(self) -> None:
         """Let `cas stats` count what happened, and `cas explain` tell why."""
+        for sentence in self.outcomes.notes():
+            log.info("%s", sentence)
         self.store.actions.note(self.outcomes.events)
 
     @property

@@ -27,6 +27,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from cas.errors import CasError, UsageError
+from cas.executorch.actions.outcomes import ActionOptions
 from cas.executorch.backends import Backend, ExportFailed, resolve_backend
 from cas.executorch.capture import Capture, capture
 from cas.executorch.loading import Method, ModuleCall, import_path, load_methods
@@ -55,6 +56,8 @@ def export_source(
     basename: str = "model",
     options: ExportOptions | None = None,
     spill: bool = True,
+    reuse: bool = True,
+    recheck: float = 0.0,
     progress: Progress = SILENT,
     command: Sequence[str] | None = None,
     created: str | None = None,
@@ -63,6 +66,8 @@ def export_source(
 
     With ``spill`` the weights that the source holds in memory go to the store before they are
     exported, and take none from then on; see `cas.torch.spill`. The files are the same.
+    With ``reuse`` nothing is lowered or compiled that was before; the share ``recheck`` of it is
+    all the same, and compared.
 
     ``command`` and ``created`` (a time in ISO 8601) go to the artifact's provenance, with the
     source and the options.
@@ -79,7 +84,8 @@ def export_source(
             backend = resolve_backend(options)
             methods = load_methods(source)
         warn_of_little_space(methods, directory)
-        with capture(store, name, spill=spill, progress=progress) as cap:
+        actions = ActionOptions(reuse, whole=True, recheck=recheck)
+        with capture(store, name, spill=spill, actions=actions, progress=progress) as cap:
             if spill:
                 _spill_programs(cap, methods, progress)
             program = lower(methods, backend, options, progress)
@@ -92,6 +98,9 @@ def export_source(
                     command=command,
                     created=created,
                 )
+    for event in cap.outcomes.events:
+        if event.outcome == "mismatch":
+            log.warning("%s: its record was wrong, in %s; replaced", event.label, event.detail)
     if options.external_weights:
         _warn_of_weights_inside(store.manifest(saved.commit.ref), f"{basename}.pte")
     return saved

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from cas.errors import InvalidName
 from cas.executorch import hooks_writing
+from cas.executorch.actions.outcomes import ActionOptions, Outcomes
 from cas.executorch.capture import Capture, capture
 from cas.executorch.patches import Patches
 from cas.executorch.saving import describe_provenance
@@ -56,10 +57,13 @@ class Recording:
         provenance: Mapping[str, Json],
         *,
         spill: bool = False,
+        reuse: bool = True,
+        recheck: float = 0.0,
     ) -> None:
         self._name = name
         self._provenance = provenance
-        self._capture: Capture = capture(store, spill=spill)
+        actions = ActionOptions(reuse, whole=True, recheck=recheck)
+        self._capture: Capture = capture(store, spill=spill, actions=actions)
         self._stack = ExitStack()
         self._recorder: WriteRecorder | None = None
 
@@ -73,11 +77,18 @@ class Recording:
             stack.callback(self._outlive)
             stack.enter_context(self._capture)
             writer, intake = self._capture.parts()
-            self._recorder = WriteRecorder(intake, lambda: writer.counters)
+            self._recorder = WriteRecorder(
+                intake, lambda: writer.counters, self._capture.action_provenance
+            )
             patches = Patches(any_thread=True)
             stack.callback(patches.undo)
             hooks_writing.install(patches, self._recorder)
             self._stack = stack.pop_all()
+
+    @property
+    def outcomes(self) -> Outcomes:
+        """What was computed, and what had been computed before."""
+        return self._capture.outcomes
 
     def finish(self, *, record: bool) -> tuple[tuple[Recorded, ...], int]:
         """Commit what was written, if it is to be recorded, and unhook ExecuTorch.

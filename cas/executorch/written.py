@@ -24,7 +24,7 @@ from cas.executorch.recipes import MAIN, build_recipes, data_file_name, pieces_o
 from cas.executorch.tensors import tensor_entries
 from cas.ingest import Counters
 from cas.layout import check_file_name
-from cas.manifest import Recipe, TensorEntry
+from cas.manifest import Json, Recipe, TensorEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,15 @@ class WrittenProgram:
 
     A file that is written twice is the later one. ``main`` is the recipe of the program's own file,
     whether it was written or not, and ``taken`` says that its bytes went where they are not seen
-    any more. ``counters`` are the writer's at the last write.
+    any more. ``counters`` are the writer's at the last write, ``actions`` the provenance of what
+    was computed for it.
     """
 
     methods: tuple[str, ...]
     main: Recipe
     tensors: tuple[TensorEntry, ...]
     counters: Counters
+    actions: Mapping[str, Json]
     taken: bool = False
     files: dict[str, WrittenFile] = field(default_factory=dict)
 
@@ -57,7 +59,13 @@ class WrittenProgram:
 class WriteRecorder:
     """Passes on what programs write, and keeps what is needed to record it. Thread safe."""
 
-    def __init__(self, intake: Intake, counters: Callable[[], Counters]) -> None:
+    def __init__(
+        self,
+        intake: Intake,
+        counters: Callable[[], Counters],
+        actions: Callable[[], Mapping[str, Json]],
+    ) -> None:
+        self._actions = actions
         self.source = intake.source
         self._intake = intake
         self._counters = counters
@@ -128,6 +136,7 @@ class WriteRecorder:
             main=build_recipes({MAIN: pieces[MAIN]}, self._intake)[MAIN],
             tensors=tuple(tensor_entries(program, pieces, MAIN, self._intake.labels)),
             counters=self._counters(),
+            actions=self._actions(),
         )
 
     def _recipe(self, name: str, cord: Any) -> Recipe:

@@ -62,6 +62,16 @@ class App:
             self.effective(name)  # raises the error that names the variable
         return {name: self.environ[BY_NAME[name].env] for name in names if name != "umask"}
 
+    def actions(self, no_actions: bool, recheck: str | None) -> tuple[bool, float]:
+        """Whether to use what was computed before, and the share of it to compute again.
+
+        Raises:
+            UsageError: the share is none.
+        """
+        setting = BY_NAME["recheck"]
+        share = float(resolve(setting, recheck, self.environ, {}).value)
+        return not (no_actions or self.effective("disable").value), share
+
     @contextlib.contextmanager
     def store(
         self, *, create: bool = False, write: bool = False, command: str | None = None

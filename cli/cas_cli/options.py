@@ -84,6 +84,22 @@ def command(**settings: Any) -> Callable[[Callable[..., Any]], Command]:
     return click.command(cls=Command, **settings)
 
 
+def action_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options about computations that were done before: `App.actions` takes their values."""
+    for decorate in (
+        click.option(
+            "--recheck",
+            metavar="SHARE",
+            help="Compute this share of what was done before again, and compare (CAS_RECHECK).",
+        ),
+        click.option(
+            "--no-actions", is_flag=True, help="Compute everything, even if it was done before."
+        ),
+    ):
+        function = decorate(function)
+    return function
+
+
 class Parsed(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     """A parameter type from a function of the library that raises `UsageError`."""
 

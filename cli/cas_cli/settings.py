@@ -62,6 +62,17 @@ def parse_switch(text: str) -> bool:
     raise UsageError(f"{text!r} is not a yes or no (1, true, yes, on; 0, false, no, off)")
 
 
+def parse_share(text: str) -> float:
+    """A number from 0 to 1."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share <= 1.0:
+        raise UsageError(f"{text!r} is not a number from 0 to 1")
+    return share
+
+
 def show_duration(seconds: int) -> str:
     for unit, size in (("w", 604800), ("d", 86400), ("h", 3600), ("m", 60)):
         if seconds and seconds % size == 0:
@@ -111,6 +122,14 @@ SETTINGS = (
     Setting(
         "max_size", "gc --max-size", "CAS_MAX_SIZE", parse_size, _or_none(str), lambda: None, True,
         "for how many bytes gc and writers make room, dropping what was not used for longest",
+    ),
+    Setting(
+        "disable", "--no-actions", "CAS_DISABLE", parse_switch, lambda v: "yes" if v else "no",
+        lambda: False, False, "compute everything; run scripts as if cas were not there",
+    ),
+    Setting(
+        "recheck", "--recheck SHARE", "CAS_RECHECK", parse_share, lambda v: f"{v:g}", lambda: 0.0,
+        False, "the share of what was computed before to compute again, and compare",
     ),
 )  # fmt: skip
 BY_NAME = {setting.name: setting for setting in SETTINGS}

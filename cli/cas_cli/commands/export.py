@@ -155,9 +155,17 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
     show_default=True,
     help="Keep the model in the store instead of in memory while it is exported.",
 )
+@options.action_options
 @config_options
 def command(
-    source: str, output: Path, name: str | None, basename: str, spill: bool, **flags: Any
+    source: str,
+    output: Path,
+    name: str | None,
+    basename: str,
+    spill: bool,
+    no_actions: bool,
+    recheck: str | None,
+    **flags: Any,
 ) -> None:
     """Export SOURCE and record the result as an artifact.
 
@@ -175,8 +183,9 @@ def command(
     """
     app = current()
     wanted = _request(app.path, source, output, name, basename, _options(flags))
+    actions = app.actions(no_actions, recheck)
     began = time.monotonic()
-    result = _export(app, wanted, spill)
+    result = _export(app, wanted, spill, actions)
     _report(app, result, output, time.monotonic() - began)
 
 
@@ -212,7 +221,7 @@ def _request(
     return Request(source, output, chosen, basename, export_options)
 
 
-def _export(app: App, wanted: Request, spill: bool) -> SaveResult:
+def _export(app: App, wanted: Request, spill: bool, actions: tuple[bool, float]) -> SaveResult:
     with app.store(create=True, write=True) as store:
         check_collision(store.context.layout, wanted.name)
         with app.progress() as progress, _frameworks(app, progress):
@@ -226,6 +235,8 @@ def _export(app: App, wanted: Request, spill: bool) -> SaveResult:
                 basename=wanted.basename,
                 options=wanted.options,
                 spill=spill,
+                reuse=actions[0],
+                recheck=actions[1],
                 progress=progress,
                 command=["cas", *sys.argv[1:]],
                 created=datetime.now(timezone.utc).isoformat(timespec="seconds"),

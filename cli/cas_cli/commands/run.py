@@ -16,7 +16,9 @@ import click
 
 from cas.errors import CasError, ReadOnlyStore
 from cas.layout import check_ref_name
-from cas.scripts import Script
+from cas.manifest import Json
+from cas.running import RunOptions, RunResult, run
+from cas.scripts import Script, execute
 from cas_cli import options
 from cas_cli.app import App, current
 from cas_cli.commands.export import MissingExtra
@@ -25,7 +27,6 @@ from cas_cli.render import printable, ratio, size
 
 if TYPE_CHECKING:
     from cas.executorch.running import Recorded
-    from cas.running import RunResult
 
 
 @options.command(
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Move models from memory into the store when they are exported.",
 )
+@options.action_options
 @click.option(
     "--report",
     metavar="FILE",
@@ -57,6 +59,8 @@ def command(
     name: str | None,
     is_module: bool,
     spill: bool,
+    no_actions: bool,
+    recheck: str | None,
     report: Path | None,
     quiet: bool,
     script: str,
@@ -90,7 +94,14 @@ def command(
         raise ReadOnlyStore(app.path, "run")
     target = None if report is None else _checked_report(report)
     # Run once click is done: the script may use it too, and then finds it as it is at the start.
-    return _Run(app, wanted, name, spill, target, quiet, ("cas", *sys.argv[1:]))
+    reuse, share = app.actions(no_actions, recheck)
+    found = RunOptions(name, _provenance(wanted), spill, reuse, share)
+    return _Run(app, wanted, found, target, quiet)
+
+
+def _provenance(script: Script) -> dict[str, Json]:
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"script": script.text, "command": ["cas", *sys.argv[1:]], "created": created}
 
 
 def _checked_report(path: Path) -> Path:
@@ -107,25 +118,18 @@ class _Run:
 
     app: App
     script: Script
-    name: str | None
-    spill: bool
+    options: RunOptions
     report: Path | None
     quiet: bool
-    command: tuple[str, ...]
 
     def __call__(self) -> int:
-        from cas.running import RunOptions, run
-
-        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        options = RunOptions(
-            self.name,
-            {"script": self.script.text, "command": [*self.command], "created": created},
-            self.spill,
-        )
-        with self.app.store(create=True, write=True, command="run") as store:
-            result = run(store, self.script, options)
-        if not result.in_child:
-            self._tell(result)
+        if self.app.effective("disable").value:
+            result = RunResult(execute(self.script))
+        else:
+            with self.app.store(create=True, write=True, command="run") as store:
+                result = run(store, self.script, self.options)
+            if not result.in_child:
+                self._tell(result)
         error = result.outcome.error
         if error is None:
             return 0
@@ -154,6 +158,12 @@ def _document(script: Script, result: RunResult) -> dict[str, Any]:
         "exit_code": result.outcome.exit_code,
         "artifacts": [_artifact(recorded) for recorded in result.artifacts],
         "unwritten": result.unwritten,
+        "actions": {
+            "hits": result.actions.hits,
+            "misses": result.actions.misses,
+            "uncacheable": result.actions.uncacheable,
+            "seconds_saved": round(result.actions.seconds_saved, 3),
+        },
         "seconds": round(result.seconds, 3),
     }
 
@@ -183,6 +193,11 @@ def _summary(result: RunResult) -> list[str]:
     if not result.outcome.succeeded:
         return ["nothing is recorded, because the script failed"]
     lines = [_line(recorded) for recorded in result.artifacts]
+    if result.actions.hits:
+        lines.append(
+            f"{result.actions.hits} of {result.actions.total} computations came out of the store, "
+            f"and had taken {result.actions.seconds_saved:.1f} s"
+        )
     if result.unwritten:
         lines.append(
             f"not recorded, because they were only taken as bytes (`.buffer`): {result.unwritten} "
