@@ -38,8 +38,8 @@ SECTIONS = {
     "environment": 60,
     "copies": 60,
     "throughput": 120,
-    "memory": 210,
-    "identity": 240,
+    "memory": 200,
+    "identity": 200,
     "run": 90,
 }
 TOTAL_SECONDS = 460.0
@@ -106,7 +106,7 @@ def _tail(log: Path) -> str:
 
 def run_all(
     names: list[str],
-    command: Callable[[str], Command],
+    command: Callable[[str, float], Command],
     work: Path,
     *,
     patience: float = 1.0,
@@ -124,7 +124,8 @@ def run_all(
             sections[name] = {"status": "skipped", "reason": "no time was left"}
         else:
             log = work / f"{name}.log"
-            sections[name] = run_section(command(name), min(patience * SECTIONS[name], left), log)
+            seconds = min(patience * SECTIONS[name], left)
+            sections[name] = run_section(command(name, seconds), seconds, log)
         print(f"{name}: {sections[name]['status']}", file=sys.stderr, flush=True)
         save(sections)
     return sections
@@ -162,7 +163,7 @@ def main() -> int:
         settings = {"stand_in": options.stand_in, "gib": options.gib, "work": str(work)}
         run_all(
             names,
-            lambda name: section_command(name, settings, work),
+            lambda name, seconds: section_command(name, {**settings, "seconds": seconds}, work),
             work,
             # A small machine that proves the script may be slow, and nobody rents it by the minute.
             patience=4.0 if options.stand_in else 1.0,

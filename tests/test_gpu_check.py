@@ -38,7 +38,8 @@ def test_one_section_that_fails_or_hangs_leaves_the_others_results(
     assert list(SCRIPTS) == list(check.SECTIONS)
     monkeypatch.setitem(check.SECTIONS, "throughput", 1.0)
 
-    def command(name: str) -> Any:
+    def command(name: str, seconds: float) -> Any:
+        assert 0 < seconds <= check.SECTIONS[name]
         result = tmp_path / f"{name}.json"
         return check.Command([sys.executable, "-c", PREAMBLE + SCRIPTS[name], str(result)], result)
 
@@ -62,7 +63,7 @@ def test_one_section_that_fails_or_hangs_leaves_the_others_results(
 
 
 def test_nothing_is_begun_that_cannot_end_in_time(check: Any, tmp_path: Path) -> None:
-    found = check.run_all(["run"], lambda name: None, tmp_path, patience=0.001)
+    found = check.run_all(["run"], lambda name, seconds: None, tmp_path, patience=0.001)
     assert found["run"] == {"status": "skipped", "reason": "no time was left"}
 
 
