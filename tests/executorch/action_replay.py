@@ -13,11 +13,13 @@ from typing import Any
 
 import cas
 from cas.executorch import capture
+from cas.executorch.actions.outcomes import ActionOptions
 
 
 def export_case(store: cas.Store, case: str, built: Any, directory: Path) -> dict[str, Any]:
     """Everything through the store; the counts, and the maps that debuggers use."""
-    with capture(store, case, threshold=1, map_threshold=1) as captured:
+    delegates = ActionOptions(whole=False)
+    with capture(store, case, threshold=1, map_threshold=1, actions=delegates) as captured:
         program = built().program
         captured.save(program, directory)
         emitted = program._emitter_output

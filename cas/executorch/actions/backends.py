@@ -48,7 +48,10 @@ class Profile:
     aoti: bool = False
 
 
-CANONICAL: Final = KeyPolicy(names=False, handles="pattern", dropped=ORIGIN | TAGS)
+#: What else depends on where in a model a partition is: an input has the metadata of the node that
+#: makes it, in front of the partition.
+_SURROUNDINGS: Final = frozenset({"original_aten", "xnn_partitioner_config"})
+CANONICAL: Final = KeyPolicy(names=False, handles="pattern", dropped=ORIGIN | TAGS | _SURROUNDINGS)
 _CANONICAL_XNNPACK: Final = Profile(CANONICAL, xnnpack.relocate)
 _AOTI_FAMILY: Final = Profile(KeyPolicy(handles="ignored"), aoti=True)
 #: Names some of its data by a digest of the program's text, stack traces included.

@@ -43,8 +43,8 @@ class KeyPolicy:
 
     Attributes:
         names: names of nodes, parameters, buffers and methods.
-        handles: debug handles by value ("exact"), by the pattern in which they repeat
-            ("pattern", so the result must be relocated), or not at all ("ignored").
+        handles: debug handles by value ("exact"), by the pattern in which those of operators
+            repeat ("pattern", so the result must be relocated), or not at all ("ignored").
         hints: example values of symbolic sizes.
         groups: which nodes came from the same node of the original program; debug handles are
             made of that.

@@ -166,6 +166,8 @@ class ProgramEncoder(Encoder):
             value = node.meta[key]
             if value is None:
                 continue
+            if key == "debug_handle" and self._is_foreign_handle(node):
+                continue
             self.stream.put_text(b"me", key)
             if key == "debug_handle":
                 self._put_handle(value)
@@ -175,6 +177,13 @@ class ProgramEncoder(Encoder):
                 self.put(value)
         if self.policy.groups:
             self._put_group(node)
+
+    def _is_foreign_handle(self, node: torch.fx.Node) -> bool:
+        """Whether it is the handle of a node outside, whose value is an input of the partition.
+
+        No result that can be relocated holds it: then it would be refused when it is recorded.
+        """
+        return self.policy.handles == "pattern" and node.op == "placeholder"
 
     def _put_handle(self, value: Any) -> None:
         for part in self.handles.encode(value):
