@@ -24,7 +24,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from cas import Store, verify
+from cas import Digest, Store, verify
 from cas.errors import RefNotFound
 from cas.layout import Layout
 from cas.testing import disks
@@ -37,6 +37,7 @@ _RECORD = struct.Struct("<cI")
 #: Kinds of records: two said before a call, the others when it has returned, or raised.
 BEGUN, REMOVING = b"b", b"r"
 COMMITTED, ASSEMBLED, REMOVED, COLLECTED, FAILED = b"c", b"a", b"R", b"g", b"f"
+RECORDED = b"k"
 
 
 def bytes_of(seed: int) -> list[bytes]:
@@ -59,6 +60,11 @@ def name_of(seed: int) -> str:
     return f"artifact/{seed}"
 
 
+def key_of(seed: int) -> Digest:
+    """The key of an action that gives the bytes of artifact ``seed``."""
+    return Digest.of(b"action %d" % seed)
+
+
 @dataclass(slots=True)
 class History:
     """What the children said, over all cuts of one image."""
@@ -68,6 +74,7 @@ class History:
     assembled: set[int] = field(default_factory=set)
     removing: set[int] = field(default_factory=set)
     removed: set[int] = field(default_factory=set)
+    recorded: set[int] = field(default_factory=set)
     collections: int = 0
     failures: int = 0
 
@@ -78,6 +85,7 @@ class History:
             ASSEMBLED: self.assembled,
             REMOVING: self.removing,
             REMOVED: self.removed,
+            RECORDED: self.recorded,
         }
         if kind in sets:
             sets[kind].add(seed)
@@ -88,6 +96,7 @@ class History:
         """After a check: only ``kept`` is known to be there."""
         self.begun, self.committed = set(kept), set(kept)
         self.assembled, self.removing, self.removed = set(), set(), set()
+        self.recorded = set()
         self.collections = self.failures = 0
 
 
@@ -197,7 +206,18 @@ class Machine:
                         recipes.append(writer.put(piece))
                         if number == seed % 7:
                             writer.barrier()
-                    files = {"f": recipes[0].concat(recipes)}
+                    whole = recipes[0].concat(recipes)
+                    files = {"f": whole}
+                    if seed % 2:
+                        writer.put_action(
+                            key_of(seed),
+                            kind="test",
+                            factors={"seed": seed},
+                            result=seed,
+                            recipes=[whole],
+                            seconds=0,
+                        )
+                        _say(pipe, RECORDED, seed)
                     directory = self.out / str(seed) if seed % 3 == 0 else None
                     writer.commit(name_of(seed), files, directory=directory)
                 _say(pipe, COMMITTED, seed)
@@ -228,6 +248,7 @@ class Machine:
             report = verify.verify(store)
             assert report.clean, f"verify is not clean: {report}"
             checked = self._everything_committed_is_there(store)
+            self._everything_recorded_is_there(store)
             for seed in sorted(self.history.assembled):
                 self._is_whole(self.out / str(seed) / "f", seed)
             shutil.rmtree(self.out, ignore_errors=True)
@@ -256,6 +277,14 @@ class Machine:
                 self._is_whole(directory / "f", seed)
         return len(seeds)
 
+    def _everything_recorded_is_there(self, store: Store) -> None:
+        with store.writer() as writer:
+            for seed in sorted(self.history.recorded):
+                found = writer.find_action(key_of(seed))
+                assert found.record is not None, f"action {seed} is lost: {found.reason}"
+                data = writer.read(found.record.recipes[0])
+                assert data == b"".join(bytes_of(seed)), f"action {seed} is not what it was"
+
     def _is_whole(self, path: Path, seed: int) -> None:
         data = path.read_bytes()
         assert data == b"".join(bytes_of(seed)), (
@@ -280,6 +309,8 @@ class Machine:
         self.random.shuffle(seeds)
         for seed in seeds[6:]:
             store.remove(name_of(seed))
+        for record in list(store.actions.list()):
+            store.actions.drop(record.key)
         return set(seeds[:6])
 
 
@@ -290,6 +321,10 @@ def _final_names_tell_the_truth(layout: Layout) -> int:
         for path in top.glob("*/*"):
             assert blake3(path.read_bytes()).hexdigest() == path.name, f"half a file: {path}"
             hashed += 1
+    for path in layout.actions.glob("*/*"):
+        body, seal = path.read_bytes()[:-72], path.read_bytes()[-72:]
+        assert seal == f"blake3:{blake3(body).hexdigest()}\n".encode(), f"half a record: {path}"
+        hashed += 1
     for path in layout.refs.glob("*/*"):
         text = path.read_text("ascii")
         assert len(text) == 72 and text.endswith("\n"), f"half a ref: {path}"
