@@ -20,6 +20,7 @@ from cas import Store, gc, verify
 from cas.digest import Digest
 from cas.errors import NoSpace
 from cas.fsio import free_bytes
+from cas.journal import Event
 from cas.retention import Policy
 from cas.stats import stats
 from cas.testing.damage import fill_disk, mounted_tmpfs
@@ -39,6 +40,8 @@ from cas.testing.stores import (
 KEPT = {"kept/one": contents(1, 15 * CHUNK + 5), "kept/two": contents(2, CHUNK) + b"tail"}
 GARBAGE = contents(3, 4 * CHUNK)
 NEW = contents(4, 15 * CHUNK + 77)
+#: Actions that gave what is in ``kept/one``, and new data.
+RECORDED, ACTION = Digest.of(b"recorded"), Digest.of(b"action")
 DISK = 32 << 20
 #: What an index takes that had to be made anew.
 INDEX_BYTES = 160 << 10
@@ -74,6 +77,11 @@ def template() -> Iterator[Path]:
             commit(store, "old", contents(50, CHUNK))
             commit(store, "old", contents(51, CHUNK))
             store.remove("lost")
+            with store.writer() as writer:
+                recipe = writer.put(KEPT["kept/one"])
+                writer.put_action(
+                    RECORDED, kind="test", factors={}, result=0, recipes=[recipe], seconds=0
+                )
         yield directory
 
 
@@ -120,6 +128,29 @@ def commit_new(root: Path) -> None:
     with open_store(root / "store") as store:
         commit(store, "new", NEW)
         assert_assembles(store, "new", NEW)
+
+
+def record(root: Path) -> None:
+    with open_store(root / "store") as store, store.writer() as writer:
+        with store.actions.flight(ACTION) as mine:
+            assert mine
+            recipe = writer.put(NEW)
+            writer.put_action(
+                ACTION, kind="test", factors={}, result=0, recipes=[recipe], seconds=0
+            )
+        store.actions.note([Event("miss", "test")])  # never fails for want of space
+
+
+def replay(root: Path) -> None:
+    with open_store(root / "store") as store, store.writer() as writer:
+        found = writer.find_action(RECORDED).record
+        assert found is not None and writer.read(found.recipes[0]) == KEPT["kept/one"]
+
+
+def look_up(root: Path) -> None:
+    with open_store(root / "store") as store:
+        assert store.actions.get(RECORDED) is not None
+        store.actions.note([Event("hit", "test")])
 
 
 def assemble(root: Path) -> None:
@@ -193,6 +224,9 @@ OPERATIONS = {
     "put": Operation(put, len(NEW), is_large=True),
     "commit-known": Operation(commit_known, 16 << 10),
     "commit-new": Operation(commit_new, len(NEW), is_large=True),
+    "record": Operation(record, len(NEW), is_large=True),
+    "replay": Operation(replay, 8 << 10),
+    "look-up": Operation(look_up, 8 << 10, works=True),
     "assemble": Operation(assemble, len(KEPT["kept/one"]), is_large=True),
     "gc": Operation(collect_garbage, 16 << 10, works=True),
     "gc-by-policy": Operation(drop_old, 16 << 10, works=True),
@@ -219,6 +253,7 @@ def assert_nothing_lost(root: Path) -> None:
     with open_store(root / "store", read_only=True) as store:
         for name, data in KEPT.items():
             assert_assembles(store, name, data)
+        assert store.actions.get(RECORDED) is not None
         for path in chunk_files(store):
             assert Digest.of(path.read_bytes()).hex() == path.name
 
