@@ -18,6 +18,8 @@ from hypothesis.stateful import (
 
 from cas import Digest, Store, Writer, actions, gc, verify
 from cas.errors import CasError
+from cas.retention import Policy
+from cas.stats import stats
 from cas.testing import Child, KillAt, step_hook
 from cas.testing.stores import CHUNK, chunk_files, contents, open_store, scratch
 
@@ -131,6 +133,23 @@ class StoreMachine(RuleBasedStateMachine):
             }
             live |= {d for found in self.store.actions.list() for d in found.chunks()}
             assert {path.name for path in chunk_files(self.store)} == {d.hex() for d in live}
+
+    @rule(keep=st.integers(1, 3))
+    def collect_by_policy(self, keep: int) -> None:
+        report = gc.collect(self.store, policy=Policy(keep_last=keep))
+        expected = set()
+        for name, generations in self.committed.items():
+            for old in sorted(generations)[:-keep]:
+                expected.add(f"{name}@{old}")
+                del generations[old]
+        assert {str(root) for root in report.dropped} == expected
+
+    @rule()
+    def stats(self) -> None:
+        found = stats(self.store)
+        sizes = [len(data) for known in self.committed.values() for data in known.values()]
+        assert (found.generations, found.logical_bytes) == (len(sizes), sum(sizes))
+        assert found.garbage_bytes <= found.physical_bytes
 
     @rule()
     def plan_then_commit_then_execute(self) -> None:
