@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 from cas import fsio
 from cas.digest import Digest
-from cas.errors import NoSpace, UsageError
+from cas.errors import NoSpace, PermissionRefused, UsageError
 from cas.layout import Layout
 from cas.manifest import (
     Json,
@@ -199,7 +199,7 @@ def parse_event(line: bytes) -> Event:
 
 
 def note(layout: Layout, modes: fsio.Modes, happened: Sequence[Event], now: int) -> None:
-    """Count ``happened`` and append it to the journal. A full disk loses it, and nothing else."""
+    """Count ``happened`` and append it to the journal; where that is not possible, it is lost."""
     if not happened:
         return
     run = secrets.token_hex(4)
@@ -209,7 +209,7 @@ def note(layout: Layout, modes: fsio.Modes, happened: Sequence[Event], now: int)
             _append(layout.action_journal, modes, b"".join(map(_line, stamped)))
             counted = canonical_json(tally(layout).plus(stamped).document())
             _replace(layout.action_counters, modes, counted)
-    except NoSpace as error:
+    except (NoSpace, PermissionRefused) as error:
         logger.info("events were not noted: %s", error)
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from cas import Digest, Store, fsio, gc, quarantine, repair, sharing, stats, verify
 from cas.errors import CasError, PermissionRefused
+from cas.journal import Event
 from cas.layout import Layout
 from cas.testing import Child, KillAt, step_hook
 from cas.testing.damage import flip_bit
@@ -191,6 +192,38 @@ def test_members_rebuild_and_replace_the_index_of_others(shared: Path) -> None:
     BEN.run(lose)
     assert_shared(shared)
     assert ANN.run(lambda: put(shared, "a", TWO)) == 4
+
+
+def test_members_use_replace_and_count_the_actions_of_others(shared: Path) -> None:
+    key = Digest.of(b"action")
+
+    def record(data: bytes) -> None:
+        with open_store(shared) as store, store.writer() as writer, store.actions.flight(key):
+            recipe = writer.put(data)
+            writer.put_action(key, kind="test", factors={}, result=0, recipes=[recipe], seconds=0)
+
+    def look() -> tuple[bytes, int]:
+        with open_store(shared) as store, store.writer() as writer:
+            found = writer.find_action(key).record
+            assert found is not None
+            store.actions.note([Event("hit", "test")])
+            return writer.read(found.recipes[0]), store.actions.tally().hits
+
+    def forget() -> bool:
+        with open_store(shared) as store:
+            return store.actions.drop(key)
+
+    ANN.run(lambda: make(shared))
+    ANN.run(lambda: record(ONE))
+    assert_shared(shared)
+    record_file = Layout(shared).action(key)
+    os.utime(record_file, (5, 5))
+    assert BEN.run(look) == (ONE, 1) and record_file.stat().st_mtime > 5
+    assert ANN.run(look) == (ONE, 2)
+    BEN.run(lambda: record(TWO))
+    assert_shared(shared)
+    assert ANN.run(look) == (TWO, 3)
+    assert ANN.run(forget)
 
 
 def test_a_setting_of_one_member_is_read_and_replaced_by_another(shared: Path) -> None:
