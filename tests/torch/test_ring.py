@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -124,19 +125,40 @@ def on_staging(action: Callable[[int], None]) -> Any:
     return step_hook(hook)
 
 
-def test_copies_go_on_while_chunks_are_hashed_and_written(writer: Writer) -> None:
+@contextlib.contextmanager
+def on_hashing(action: Callable[[int], None]) -> Iterator[None]:
+    """Call ``action`` with 0, 1, ... before each chunk is hashed."""
+    counter = iter(range(1 << 20))
+    mutex = threading.Lock()
+    original = cas.Digest.of
+
+    def of(data: Any) -> cas.Digest:
+        with mutex:
+            number = next(counter)
+        action(number)
+        return original(data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cas.Digest, "of", of)
+        yield
+
+
+@pytest.mark.parametrize("stage", [on_hashing, on_staging])
+def test_copies_go_on_while_chunks_are_hashed_and_written(stage: Any, writer: Writer) -> None:
     """The first chunk is not done until the device has begun with the last buffer's copy."""
     begun = [threading.Event() for _ in range(8)]
     device = SlowDevice(lambda number, nbytes: begun[number].set())
     in_time: list[bool] = []
 
-    def before_write(number: int) -> None:
+    def before(number: int) -> None:
         if number == 0:
             in_time.append(begun[3].wait(NEVER))
 
-    with on_staging(before_write):
-        put(writer, device, make_tensor(8), buffers=4)
+    tensor = make_tensor(8)
+    with stage(before):
+        recipe, _ = put(writer, device, tensor, buffers=4)
     assert in_time == [True]
+    assert writer.read(recipe) == tensor.numpy().tobytes()
 
 
 def test_chunks_are_hashed_and_written_while_a_copy_is_under_way(writer: Writer) -> None:
