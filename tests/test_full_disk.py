@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cas import Store, gc, verify
+from cas import Store, gc, repair, verify
 from cas.digest import Digest
 from cas.errors import NoSpace
 from cas.fsio import free_bytes
@@ -331,6 +331,22 @@ def test_an_output_that_cannot_fit_is_refused_before_it_is_begun(root: Path) -> 
         created = [path for operation, path in steps if operation == "create" and "/out/" in path]
         assert all("/.cas-" in path for path in created), "only whether it can be written is tried"
         assert not list((root / "out").iterdir())
+
+
+def test_repair_fails_clearly_and_works_as_soon_as_there_is_room(root: Path) -> None:
+    data = KEPT["kept/one"]
+    (root / "copy").write_bytes(data)
+    with open_store(root / "store") as store:
+        lost = store.context.layout.chunk(Digest.of(data[:CHUNK]))
+        lost.unlink()
+        with full(root):
+            report = verify.verify(store, report_only=True)
+            assert report.affected_refs == ("kept/one@1",)
+            with pytest.raises(NoSpace):
+                repair.repair(store, report, [root / "copy"])
+            assert not lost.exists()
+        assert len(repair.repair(store, report, [root / "copy"]).repaired) == 1
+    assert_all_is_well(root)
 
 
 def test_gc_removes_one_tiny_chunk_with_an_index_that_has_no_spare_page(root: Path) -> None:
