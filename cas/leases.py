@@ -168,4 +168,7 @@ def _pieces(fd: int) -> Iterator[bytes]:
 
 
 def _writers(layout: Layout) -> list[str]:
-    return [name for name in os.listdir(layout.leases) if is_writer_id(name)]
+    try:
+        return [name for name in os.listdir(layout.leases) if is_writer_id(name)]
+    except FileNotFoundError:  # a read-only copy without its empty directories
+        return []

@@ -137,7 +137,11 @@ def _chunk_totals(context: Context) -> tuple[int, int]:
 def _staged(context: Context) -> tuple[int, int]:
     """(bytes in all staging directories, those of them whose writer is gone)."""
     staged = orphaned = 0
-    for name in os.listdir(context.layout.tmp):
+    try:
+        names = os.listdir(context.layout.tmp)
+    except FileNotFoundError:  # a read-only copy without its empty directories
+        names = []
+    for name in names:
         size = gc.tree_size(context.layout.tmp / name)
         staged += size
         if not leases.is_live(context.layout, name):

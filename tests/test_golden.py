@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cas import Digest, Store
+from cas import Digest, Store, gc
+from cas.retention import Policy
+from cas.stats import stats
 from cas.testing.stores import assert_sound
 
 GOLDEN = Path(__file__).parent / "golden" / "format-1"
@@ -116,3 +118,14 @@ def test_its_counters_and_events_read_as_they_did(recorded: Store) -> None:
         ("hit", ""),
         ("miss", "the file {site}/flatc has changed"),
     ]
+
+
+def test_a_copy_without_empty_directories_can_be_looked_at_without_writing(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN, tmp_path / "store", copy_function=shutil.copyfile)
+    before = sorted(tmp_path.rglob("*"))
+    with Store.open(tmp_path / "store", read_only=True) as store:
+        assert (stats(store).generations, stats(store).garbage_bytes) == (3, 0)
+        plan = gc.plan(store, policy=Policy(keep_last=1))
+        assert [str(root) for root in plan.drops] == ["mixed@1"]
+        assert not plan.problems
+    assert sorted(tmp_path.rglob("*")) == before
