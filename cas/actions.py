@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cas import chunkfiles, fsio, journal
+from cas import chunkfiles, flights, fsio, journal
 from cas.context import Context
 from cas.digest import Digest
 from cas.errors import (
     ActionDamaged,
     ActionNotFound,
     CasError,
-    NoSpace,
     PermissionRefused,
     UsageError,
 )
@@ -174,68 +173,13 @@ class Actions:
         Holding two flights while waiting for one can make two processes wait for each other:
         publish and release what you hold before you wait.
         """
-        lock = None if self._context.read_only else self._take_off(key, wait, progress)
-        try:
-            yield lock is not _BUSY
-        finally:
-            if isinstance(lock, fsio.FileLock):
-                _airborne.discard(lock)
-                # While it is locked: whoever waits for it sees that it lost its name.
-                fsio.unlink(lock.path)
-                lock.unlock()
-                lock.close()
-
-    def _take_off(
-        self, key: Digest, wait: bool, progress: Progress
-    ) -> fsio.FileLock | object | None:
-        path = self._context.layout.flight(key)
-        waited = False
-        while True:
-            try:
-                with fsio.os_errors(path):
-                    lock = fsio.FileLock.open(path, self._context.modes.file)
-            except (NoSpace, PermissionRefused) as error:
-                logger.info("%s; others may compute the same meanwhile", error)
-                return None
-            _airborne.add(lock)
-            if not lock.try_exclusive():
-                if not wait:
-                    _give_up(lock)
-                    return _BUSY
-                if not waited:
-                    waited = True
-                    logger.info("waiting for another process that computes action %s", key)
-                    progress.start("waiting for the same work elsewhere", None)
-                try:
-                    lock.exclusive()
-                except BaseException:
-                    _give_up(lock)
-                    raise
-            if lock.is_current():
-                break
-            _give_up(lock)  # its last owner has removed it: take the file of that name now
-        if waited:
-            progress.finish()
-        return lock
-
-
-_BUSY = object()
-#: Locks of flights under way, which a forked child must not keep alive.
-_airborne: set[fsio.FileLock] = set()
-
-
-def _give_up(lock: fsio.FileLock) -> None:
-    _airborne.discard(lock)
-    lock.close()
-
-
-def _after_fork() -> None:
-    for lock in _airborne:
-        lock.close()
-    _airborne.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+        if self._context.read_only:
+            yield True
+            return
+        path, mode = self._context.layout.flight(key), self._context.modes.file
+        what = f"action {key.hex()[:12]}"
+        with flights.flight(path, mode, what, wait=wait, progress=progress) as mine:
+            yield mine
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -431,25 +375,6 @@ def evict(layout: Layout, entry: RecordFile) -> bool:
     except FileNotFoundError:
         return False
     return fsio.unlink(path)
-
-
-def remove_idle_flights(layout: Layout) -> None:
-    """Remove lock files that killed processes left; nobody waits for them. gc's part."""
-    for path in _listed(layout.flights):
-        with contextlib.suppress(FileNotFoundError), fsio.os_errors(path, "remove"):
-            lock = fsio.FileLock(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-            try:
-                if lock.try_exclusive():
-                    fsio.unlink(path)
-            finally:
-                lock.close()
-
-
-def _listed(directory: Path) -> list[Path]:
-    try:
-        return sorted(directory.iterdir())
-    except FileNotFoundError:
-        return []
 
 
 def set_aside_damaged(context: Context, *, report_only: bool = False) -> tuple[int, list[Digest]]:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from cas import actions, chunkfiles, dropping, fsio, leases, refs, usage
+from cas import chunkfiles, dropping, flights, fsio, leases, refs, usage
 from cas.context import Context, HasContext
 from cas.digest import Digest
 from cas.errors import Busy, NoSpace
@@ -327,7 +327,7 @@ def _remove_dead_writers(context: Context) -> int:
                     fsio.remove_tree(left)
                 else:
                     fsio.unlink(left)
-        actions.remove_idle_flights(context.layout)
+        flights.remove_idle(context.layout.flights)
     return freed
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cas import ActionRecord, Digest, Store, Writer, gc, verify
+from cas import ActionRecord, Digest, Store, Writer, flights, gc, verify
 from cas.errors import (
     ActionNotFound,
     ChunkMissing,
@@ -356,6 +356,42 @@ def test_waiting_is_told_to_the_progress(store: Store) -> None:
     with store.actions.flight(KEY, progress=Told()):
         assert told == ["waiting for the same work elsewhere", "finish"]
     thread.join()
+
+
+def test_who_waits_for_long_is_told_why(
+    store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flights, "PATIENCE", 0.05)
+    inside = threading.Event()
+
+    def hold() -> None:
+        with store.actions.flight(KEY):
+            inside.set()
+            until(lambda: "waiting for another process" in caplog.text)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    inside.wait()
+    with store.actions.flight(KEY):
+        assert KEY.hex()[:12] in caplog.text
+    thread.join()
+
+
+def test_a_forked_child_that_leaves_the_block_takes_no_lock_away(root: Path) -> None:
+    with open_store(root / "s"):
+        pass
+
+    def hold(child: Child) -> None:
+        with open_store(root / "s") as store:
+            with store.actions.flight(KEY):
+                pid = os.fork()
+                if pid:
+                    assert os.waitpid(pid, 0)[1] == 0
+                    assert store.context.layout.flight(KEY).exists()
+            if not pid:
+                os._exit(0)
+
+    Child(hold).result()
 
 
 def test_a_killed_holder_leaves_no_lock_that_needs_a_hand(root: Path) -> None:

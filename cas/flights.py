@@ -1,0 +1,119 @@
+"""Doing something once although several processes want it at once: a lock that names the thing.
+
+The file of the lock is there only while somebody holds it, or was killed while holding it. A
+process that ends, however it ends, has let go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from cas import fsio
+from cas.errors import NoSpace, PermissionRefused
+from cas.progress import SILENT, Progress
+
+logger = logging.getLogger(__name__)
+
+#: Who has waited for so long is told what for, also without a progress display.
+PATIENCE: Final = 5.0
+
+#: Locks that this process holds or waits for; a forked child must not keep them alive.
+_airborne: set[fsio.FileLock] = set()
+
+
+@contextlib.contextmanager
+def flight(
+    path: Path, mode: int, what: str, *, wait: bool = True, progress: Progress = SILENT
+) -> Iterator[bool]:
+    """Hold the lock at ``path`` for the length of the block; yields whether it is held.
+
+    Args:
+        mode: of the file.
+        what: it is about, for who waits.
+        wait: for whoever has it. Without, False is yielded at once if somebody does.
+
+    Where there can be no lock, on a full disk say, the block runs as if it were held.
+    """
+    try:
+        lock = _take(path, mode, what, wait, progress)
+    except (NoSpace, PermissionRefused) as error:
+        logger.info("%s; others may do the same meanwhile", error)
+        yield True
+        return
+    try:
+        yield lock is not None
+    finally:
+        if lock in _airborne:  # and not in a forked child, which leaves the block too
+            # While it is locked: whoever waits for it sees that it lost its name.
+            fsio.unlink(path)
+            lock.unlock()
+            _drop(lock)
+
+
+def _take(path: Path, mode: int, what: str, wait: bool, progress: Progress) -> fsio.FileLock | None:
+    while True:
+        with fsio.os_errors(path):
+            lock = fsio.FileLock.open(path, mode)
+        _airborne.add(lock)
+        try:
+            if not lock.try_exclusive():
+                if not wait:
+                    _drop(lock)
+                    return None
+                with _telling(what, progress):
+                    lock.exclusive()
+        except BaseException:
+            _drop(lock)
+            raise
+        if lock.is_current():
+            return lock
+        _drop(lock)  # its last owner has removed it: take the file of that name now
+
+
+@contextlib.contextmanager
+def _telling(what: str, progress: Progress) -> Iterator[None]:
+    """Tell the user that this takes its time because of somebody else."""
+    logger.info("waiting for another process that has begun %s", what)
+    words = ("waiting for another process that has begun %s; it ends with that process", what)
+    timer = threading.Timer(PATIENCE, logger.warning, words)
+    timer.daemon = True
+    timer.start()
+    progress.start("waiting for the same work elsewhere", None)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        progress.finish()
+
+
+def _drop(lock: fsio.FileLock) -> None:
+    _airborne.discard(lock)
+    lock.close()
+
+
+def _after_fork() -> None:
+    for lock in _airborne:
+        lock.close()
+    _airborne.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def remove_idle(directory: Path) -> None:
+    """Remove the files that killed processes left; nobody waits for them. gc's part."""
+    with contextlib.suppress(FileNotFoundError):
+        for path in sorted(directory.iterdir()):
+            with contextlib.suppress(FileNotFoundError), fsio.os_errors(path, "remove"):
+                lock = fsio.FileLock(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                try:
+                    if lock.try_exclusive():
+                        fsio.unlink(path)
+                finally:
+                    lock.close()
