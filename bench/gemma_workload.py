@@ -9,6 +9,7 @@ out: the transforms that put Triton kernels into the source, and the packing of 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import logging
@@ -145,6 +146,7 @@ def finished(model: Gemma4_31B) -> Gemma4_31B:
     model.eval()
     materialize_runtime_buffers(model, dtype=torch.bfloat16)
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what quantizing left in the heap is no part of the model
     return model
 
 
