@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import queue
 import threading
@@ -227,17 +228,18 @@ class Ingest:
         by blocking while too many of them are not released yet.
         """
         parts: list[Part] = []
-        window: deque[tuple[Future[Part], Piece]] = deque()
+        window: deque[Future[Part]] = deque()
         try:
             for piece in pieces:
-                window.append((self._pool.submit(self._take_piece, piece), piece))
-                while window and window[0][0].done():
-                    parts.append(window.popleft()[0].result())
+                future = self._pool.submit(self._take_piece, piece)
+                future.add_done_callback(functools.partial(_release_if_cancelled, piece))
+                window.append(future)
+                while window and window[0].done():
+                    parts.append(window.popleft().result())
             while window:
-                parts.append(window.popleft()[0].result())
+                parts.append(window.popleft().result())
         finally:
-            waiting = [future for future, piece in window if not _withdrawn(future, piece)]
-            futures.wait(waiting)
+            futures.wait([future for future in window if not future.cancel()])
         self._account(sum(part.length for part in parts))
         return Recipe.concat([Recipe(tuple(parts))])
 
@@ -495,12 +497,10 @@ def as_bytes(data: Buffer) -> memoryview:
         raise UsageError(f"not a contiguous buffer of bytes: {error}") from None
 
 
-def _withdrawn(future: Future[Part], piece: Piece) -> bool:
-    """Whether the piece could be taken back before a worker began with it."""
-    withdrawn = future.cancel()
-    if withdrawn:
+def _release_if_cancelled(piece: Piece, future: Future[Part]) -> None:
+    """Whoever cancels it (a writer that is closed, say): a producer may wait for the memory."""
+    if future.cancelled():
         piece.release()
-    return withdrawn
 
 
 def _collect(

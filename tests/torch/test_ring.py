@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +234,35 @@ def test_an_interrupt_waits_for_the_copies_under_way(store: cas.Store) -> None:
         assert ring.in_use == 0
     collect(store)
     assert_sound(store)
+
+
+def test_a_writer_that_is_closed_meanwhile_ends_the_stream(store: cas.Store) -> None:
+    """Closing drops the pieces that no worker has begun with; nobody may wait for those."""
+    going_on = threading.Event()
+    device = SlowDevice(lambda number, nbytes: going_on.wait(NEVER))
+    outcome: list[BaseException | None] = []
+
+    def work(writer: Writer) -> None:
+        try:
+            put(writer, device, make_tensor(20), buffers=6)  # twice the workers of the store
+        except (RuntimeError, CancelledError) as error:
+            outcome.append(error)
+
+    with store.writer() as writer:
+        putting = threading.Thread(target=work, args=(writer,), daemon=True)
+        putting.start()
+        while device.begun < 6:
+            time.sleep(0.001)
+        closing = threading.Thread(target=writer.close, daemon=True)
+        closing.start()
+        while not writer._ingest._pool._shutdown:
+            time.sleep(0.001)
+        going_on.set()
+        putting.join(NEVER)
+        closing.join(NEVER)
+    assert not putting.is_alive() and not closing.is_alive()
+    assert len(outcome) == 1
+    assert device.begun == device.done < 20
 
 
 def test_pieces_that_nobody_takes_are_settled(writer: Writer) -> None:
