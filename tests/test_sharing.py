@@ -18,6 +18,7 @@ from cas import Digest, Store, fsio, gc, quarantine, repair, sharing, stats, ver
 from cas.errors import CasError, PermissionRefused
 from cas.journal import Event
 from cas.layout import Layout
+from cas.retention import Policy
 from cas.testing import Child, KillAt, step_hook
 from cas.testing.damage import flip_bit
 from cas.testing.processes import ChildFailed
@@ -412,3 +413,22 @@ def test_an_open_store_gives_new_files_the_new_modes(root: Path) -> None:
     for path in [root / "s", *(root / "s").rglob("*")]:
         mode = stat.S_IMODE(path.lstat().st_mode)
         assert mode & 0o007 == 0 and (mode >> 3 & 7) == (mode >> 6 & 7), f"{path}: {mode:o}"
+
+
+def test_what_one_member_uses_stays_though_another_committed_it(shared: Path) -> None:
+    def fill() -> None:
+        make(shared)
+        for data in (ONE, TWO, ONE + TWO):
+            put(shared, "a", data)
+        for path in Layout(shared).ref_dir("a").iterdir():
+            os.utime(path, (1e9, 1e9))
+
+    def drop() -> list[str]:
+        with open_store(shared) as store:
+            policy = Policy(older_than=3600)
+            return [str(root) for root in gc.collect(store, policy=policy).dropped]
+
+    ANN.run(fill)
+    assert BEN.run(lambda: get(shared, "a@1")) == ONE
+    assert ANN.run(drop) == ["a@2"]
+    assert BEN.run(lambda: get(shared, "a@1")) == ONE
