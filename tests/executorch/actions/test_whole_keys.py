@@ -1,0 +1,267 @@
+"""What the key of a whole export depends on, and what it does not."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from executorch.backends.xnnpack.partition.config.xnnpack_config import ConfigPrecisionType
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig
+from executorch.exir.passes import MemoryPlanningPass
+from executorch.exir.passes.sym_shape_eval_pass import ConstraintBasedSymShapeEvalPass
+from torch.export import ExportedProgram, export
+
+from cas.executorch.actions.errors import Unkeyable
+from cas.executorch.actions.objects import ObjectEncoder
+from cas.executorch.actions.weights import StorageDigests
+from cas.executorch.actions.whole_keys import Request, WholeKey, lowering_key
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def program_of(seed: int = 0, width: int = 16) -> ExportedProgram:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.ReLU()).eval()
+    return export(model, (torch.zeros(2, 8),), strict=False)
+
+
+@pytest.fixture(scope="module")
+def program() -> ExportedProgram:
+    return program_of()
+
+
+def key(programs: Any, config: Any = None, **options: Any) -> WholeKey:
+    request = Request.of((programs,), options)
+    assert request is not None
+    return lowering_key(request, StorageDigests()).with_config(config)
+
+
+class Pass:
+    """A user's pass with an option and a constant."""
+
+    LIMIT: ClassVar[int] = 3
+
+    def __init__(self, option: Any = None) -> None:
+        self.option = option
+
+    def __call__(self, module: Any) -> Any:
+        return module, 1.5
+
+
+def other_pass(name: str = "Pass", number: str = "1.5", limit: str = "3") -> Any:
+    """The same class from other source."""
+    source = (
+        f"class {name}:\n    LIMIT = {limit}\n    def __init__(self, option=None):\n"
+        f"        self.option = option\n    def __call__(self, module):\n"
+        f"        return module, {number}\n"
+    )
+    namespace: dict[str, Any] = {"__name__": __name__}
+    exec(source, namespace)
+    return namespace[name]()
+
+
+TAG = "model"
+
+
+def tagger(tag: str) -> Callable[[Any], str]:
+    return lambda node: tag
+
+
+def of_global(node: Any) -> str:
+    return TAG
+
+
+def tensor_constant(value: float) -> dict[str, Any]:
+    return {"value": torch.tensor([value]), "length": 3}
+
+
+def planned(**options: Any) -> ExecutorchBackendConfig:
+    return ExecutorchBackendConfig(memory_planning_pass=MemoryPlanningPass(**options))
+
+
+#: Each makes the arguments of a request, and no two of them are the same.
+VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "nothing": dict,
+    "xnnpack": lambda: {"partitioner": [XnnpackPartitioner()]},
+    "xnnpack by method": lambda: {"partitioner": {"forward": [XnnpackPartitioner()]}},
+    "two partitioners": lambda: {"partitioner": [XnnpackPartitioner(), XnnpackPartitioner()]},
+    "per op": lambda: {"partitioner": [XnnpackPartitioner(per_op_mode=True)]},
+    "precision": lambda: {
+        "partitioner": [XnnpackPartitioner(config_precisions=ConfigPrecisionType.STATIC_QUANT)]
+    },
+    "no dim order": lambda: {"compile_config": EdgeCompileConfig(_skip_dim_order=True)},
+    "preserved": lambda: {
+        "compile_config": EdgeCompileConfig(preserve_ops=[torch.ops.aten.linear.default])
+    },
+    "constant 1": lambda: {"constant_methods": tensor_constant(1.0)},
+    "constant 2": lambda: {"constant_methods": tensor_constant(2.0)},
+    "pass": lambda: {"transform_passes": [Pass()]},
+    "pass with an option": lambda: {"transform_passes": [Pass(1)]},
+    "pass with an option of another type": lambda: {"transform_passes": [Pass(1.0)]},
+    "pass with another constant in it": lambda: {"transform_passes": [other_pass(number="2.5")]},
+    "pass with another class attribute": lambda: {"transform_passes": [other_pass(limit="4")]},
+    "pass of another name": lambda: {"transform_passes": [other_pass("Else")]},
+    "pass in a dict": lambda: {"transform_passes": {"forward": [Pass()]}},
+    "segments": lambda: {"config": ExecutorchBackendConfig(segment_alignment=4096)},
+    "planning": lambda: {"config": planned(alloc_graph_input=False)},
+    "planning by another algorithm": lambda: {"config": planned(memory_planning_algo=tagger("a"))},
+    "external": lambda: {"config": ExecutorchBackendConfig(external_constants=True)},
+    "tag a": lambda: {"config": ExecutorchBackendConfig(external_constants=tagger("a"))},
+    "tag b": lambda: {"config": ExecutorchBackendConfig(external_constants=tagger("b"))},
+    "partial": lambda: {
+        "config": ExecutorchBackendConfig(external_constants=functools.partial(tagger("a"), k=1))
+    },
+    "global": lambda: {"config": ExecutorchBackendConfig(external_constants=of_global)},
+    "shapes": lambda: {
+        "config": ExecutorchBackendConfig(sym_shape_eval_pass=ConstraintBasedSymShapeEvalPass())
+    },
+}
+#: What is no variant but another way to say something.
+SAME = {"shapes": "nothing"}
+
+
+def test_everything_that_is_asked_for_counts(program: ExportedProgram) -> None:
+    found: dict[Any, str] = {}
+    for name, make in VARIANTS.items():
+        digest = key(program, **make()).digest
+        assert digest == key(program, **make()).digest, f"{name} is not the same twice"
+        assert found.setdefault(digest, name) == SAME.get(name, name)
+    for other in (program_of(1), program_of(width=24), {"other": program}):
+        digest = key(other).digest
+        assert digest not in found
+        found[digest] = "another program"
+
+
+def test_defaults_are_what_they_stand_for(program: ExportedProgram) -> None:
+    spelled = key(program, ExecutorchBackendConfig(), compile_config=EdgeCompileConfig())
+    assert spelled.digest == key({"forward": program}).digest == key(program).digest
+
+
+def test_a_global_value_that_a_function_uses_counts(
+    program: ExportedProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ExecutorchBackendConfig(external_constants=of_global)
+    before = key(program, config).digest
+    monkeypatch.setattr(sys.modules[__name__], "TAG", "else")
+    assert key(program, config).digest != before
+
+
+def test_a_replaced_method_of_a_known_class_counts(
+    program: ExportedProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = key(program, partitioner=[XnnpackPartitioner()]).digest
+    monkeypatch.setattr(XnnpackPartitioner, "partition", lambda self, program: None)
+    assert key(program, partitioner=[XnnpackPartitioner()]).digest != before
+
+
+def test_state_that_an_export_overwrites_does_not_count(program: ExportedProgram) -> None:
+    config = planned()
+    before = key(program, config).digest
+    config.memory_planning_pass.enable_non_cpu_memory_planning = True
+    config.memory_planning_pass.state.graph_modules.append("something")
+    assert key(program, config).digest == before
+
+
+class Circular:
+    def __init__(self) -> None:
+        self.me = self
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [lambda: io.FileIO(os.devnull), threading.Lock, lambda: iter([1]), lambda: (n for n in [1]),
+     lambda: tagger(io.FileIO(os.devnull)), lambda: torch.Generator(),
+     lambda: type("Holder", (), {"lock": threading.Lock()})()],
+    ids=["file", "lock", "iterator", "generator", "closure over a file", "of torch's C++",
+         "class with a lock"],
+)  # fmt: skip
+def test_what_hides_its_state_is_refused(
+    program: ExportedProgram, value: Callable[[], Any]
+) -> None:
+    with pytest.raises(Unkeyable):
+        key(program, transform_passes=[value()])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(Slotted(1), Slotted(2)), (Slotted([1]), Slotted((1,))), (re.compile("a"), re.compile("b")),
+     (OrderedDict(a=1), {"a": 1}), (Path("a"), Path("b")), (Path("a"), "a"),
+     (logging.getLogger("a"), logging.getLogger("b")), ({1, 2}, {1, 3}), (json, re),
+     (Pass().__call__, Pass(1).__call__), (int, float), (ConfigPrecisionType, Pass)],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_different_values_are_told_apart(one: Any, other: Any) -> None:
+    def encoded(value: Any) -> bytes:
+        encoder = ObjectEncoder()
+        encoder.put(value)
+        return encoder.stream.bytes()
+
+    assert encoded(one) == encoded(one) != encoded(other)
+
+
+def test_what_contains_itself_has_a_key(program: ExportedProgram) -> None:
+    assert key(program, transform_passes=[Circular()]).digest != key(program).digest
+
+
+def test_factors_name_no_path_and_no_user(program: ExportedProgram) -> None:
+    text = json.dumps(key(program, partitioner=[XnnpackPartitioner()]).factors)
+    assert str(Path.home()) not in text and str(ROOT) not in text and "/tmp" not in text
+    assert "XnnpackPartitioner" in text
+
+
+def test_arguments_that_fit_no_signature_are_left_to_executorch(program: ExportedProgram) -> None:
+    assert Request.of((), {}) is None
+    assert Request.of((program,), {"unknown": 1}) is None
+    assert Request.of(("no program",), {}) is None
+
+
+KEYS = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import test_whole_keys as t
+from executorch.exir import ExecutorchBackendConfig
+program = t.program_of()
+print([t.key(program, **make()).digest.hex() for make in t.VARIANTS.values()])
+"""
+
+
+@pytest.mark.slow
+def test_keys_are_the_same_in_another_process(program: ExportedProgram, tmp_path: Path) -> None:
+    for name in ("test_whole_keys.py",):
+        text = (Path(__file__).parent / name).read_text()
+        # Further down in the file: lines do not count.
+        first = "from __future__ import annotations\n"
+        (tmp_path / name).write_text(text.replace(first, first + "\n# Down.\n" * 4, 1))
+    done = subprocess.run(
+        [sys.executable, "-c", KEYS],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONHASHSEED": "11", "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    sys.modules.setdefault("test_whole_keys", sys.modules[__name__])
+    here = [key(program, **make()).digest.hex() for make in VARIANTS.values()]
+    assert done.stdout.strip() == str(here)
