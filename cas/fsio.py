@@ -395,6 +395,11 @@ class FileLock:
                 lock.exclusive()
             if _link_unnamed(fd, path):
                 return lock
+        except OSError as error:
+            lock.close()
+            if error.errno in _CANNOT_LINK and path.parent.is_dir():
+                return cls._create_named(path, mode, locked)
+            raise
         except BaseException:
             lock.close()
             raise
@@ -472,6 +477,10 @@ def _link_unnamed(fd: int, path: Path) -> bool:
 
 
 _AT_FDCWD, _AT_SYMLINK_FOLLOW = -100, 0x400
+#: What linkat may say where unnamed files can be made, but not named: odd layers, a closed /proc.
+_CANNOT_LINK = frozenset(
+    (errno.ENOENT, errno.EPERM, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+)
 
 
 # --- the filesystem -----------------------------------------------------------------------------

@@ -173,12 +173,18 @@ def test_a_lock_is_never_there_with_fewer_permissions(
     assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o664
 
 
-@pytest.mark.parametrize("unnamed", [True, False])
+def cannot_link(fd: int, path: Path) -> bool:
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+@pytest.mark.parametrize("filesystem", ["usual", "no unnamed files", "no links to them"])
 def test_of_two_who_make_a_lock_one_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unnamed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filesystem: str
 ) -> None:
-    if not unnamed:
+    if filesystem == "no unnamed files":
         monkeypatch.setattr(fsio, "_open_unnamed", lambda directory: None)
+    elif filesystem == "no links to them":
+        monkeypatch.setattr(fsio, "_link_unnamed", cannot_link)
     first = fsio.FileLock.create(tmp_path / "lock", 0o664, locked=True)
     assert first is not None and first.is_current()
     assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o664
