@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cas import fsio
+from cas.closures import Closure
 from cas.config import Config
 from cas.digest import Digest
 from cas.errors import ManifestDamaged, ReadOnlyStore, UsageError
@@ -19,7 +20,7 @@ from cas.header import Header
 from cas.index import Index
 from cas.layout import Layout
 from cas.leases import Lease
-from cas.manifest import MAX_MANIFEST_BYTES, Closure, Manifest
+from cas.manifest import MAX_MANIFEST_BYTES, Manifest
 
 #: Threads that hash and write. Twice the cores keep both busy while some wait for the disk.
 DEFAULT_WORKERS = min(8, 2 * (os.cpu_count() or 1))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from cas.chunking import MAX_CHUNK_SIZE
-from cas.digest import DIGEST_SIZE, Digest
+from cas.digest import Digest
 from cas.errors import CasError, ManifestDamaged, UsageError
 from cas.layout import FORMAT, check_file_name
 
@@ -31,8 +31,8 @@ MAX_VALUES: Final = 8_000_000
 MAX_TENSOR_DIMS: Final = 64
 MAX_JSON_DEPTH: Final = 16
 MAX_NAME_CHARS: Final = 4096
-_MANIFEST_KEYS: Final = ("format", "files", "tensors", "provenance")
-_FILE_KEYS: Final = ("name", "size", "blake3", "recipe")
+MANIFEST_KEYS: Final = ("format", "files", "tensors", "provenance")
+FILE_KEYS: Final = ("name", "size", "blake3", "recipe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,30 +221,6 @@ class Manifest:
             raise ManifestDamaged(subject, f"is not valid: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Closure:
-    """What gc and statistics need of a manifest: bytes of its files, and its chunks with sizes."""
-
-    size: int
-    chunks: dict[bytes, int]
-
-    @classmethod
-    def parse(cls, data: bytes) -> Closure:
-        """What `Manifest.parse` would say, in a fraction of the time.
-
-        It looks at all that can name a chunk. What it does not look at (names, tensors, whether
-        sizes add up) may be wrong; what it does not understand goes to `Manifest.parse`.
-
-        Raises:
-            ManifestDamaged
-        """
-        try:
-            return _closure(load_json(data))
-        except (CasError, LookupError, TypeError, ValueError):
-            manifest = Manifest.parse(data)
-            return cls(manifest.size, dict(manifest.chunks().items()))
-
-
 # --- encoding -----------------------------------------------------------------------------------
 
 
@@ -403,7 +379,7 @@ def _parse_literal(text: str) -> DataPart:
 
 
 def _parse_file(value: Any) -> FileEntry:
-    entry = require_keys(value, _FILE_KEYS, "a file")
+    entry = require_keys(value, FILE_KEYS, "a file")
     name = check_file_name(as_text(entry["name"], "a file's name"))
     size = as_int(entry["size"], "a file's size")
     recipe = Recipe(tuple(parse_part(part) for part in as_list(entry["recipe"], "a recipe")))
@@ -469,7 +445,7 @@ def chunk_sizes(recipes: Iterable[Recipe]) -> dict[Digest, int]:
 
 
 def _parse_manifest(document: Any) -> Manifest:
-    top = require_keys(document, _MANIFEST_KEYS, "a manifest")
+    top = require_keys(document, MANIFEST_KEYS, "a manifest")
     if as_int(top["format"], "format") != FORMAT:
         raise UsageError(f"format {top['format']} is not known (this version reads {FORMAT})")
     files = check_files(_parse_file(value) for value in as_list(top["files"], "files"))
@@ -480,38 +456,3 @@ def _parse_manifest(document: Any) -> Manifest:
         raise UsageError("provenance must be an object")
     check_json(provenance)
     return Manifest(files, tensors, provenance)
-
-
-# --- only the chunks ----------------------------------------------------------------------------
-
-
-def _closure(document: Any) -> Closure:
-    """The closure of a well-formed manifest.
-
-    Raises:
-        CasError, LookupError, TypeError, ValueError: it is not one, or is one of another format.
-    """
-    top = require_keys(document, _MANIFEST_KEYS, "a manifest")
-    as_int(top["format"], "format", FORMAT, FORMAT)
-    size = 0
-    chunks: dict[bytes, int] = {}
-    for entry in as_list(top["files"], "files"):
-        size += as_int(require_keys(entry, _FILE_KEYS, "a file")["size"], "a file's size")
-        _add_chunks(entry["recipe"], chunks)
-    if chunks:
-        if set(map(len, chunks)) != {DIGEST_SIZE}:  # white space is no digit
-            raise ValueError("a digest")
-        as_int(min(chunks.values()), "a chunk's size", 1, MAX_CHUNK_SIZE)
-        as_int(max(chunks.values()), "a chunk's size", 1, MAX_CHUNK_SIZE)
-    return Closure(size, chunks)
-
-
-def _add_chunks(recipe: Any, chunks: dict[bytes, int]) -> None:
-    """A million parts pass through here when gc looks at a large store: hence so few checks."""
-    to_bytes = bytes.fromhex
-    for part in as_list(recipe, "a recipe"):
-        kind = part[0]
-        if kind == "chunk" or kind == "slice":
-            chunks[to_bytes(part[1])] = part[2]
-        elif kind != "zero" and kind != "data":
-            raise ValueError("a part")

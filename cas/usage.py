@@ -12,10 +12,10 @@ import contextlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from cas.closures import Closure
 from cas.context import Context
 from cas.digest import Digest
 from cas.errors import CasError, NoSpace, Refused
-from cas.manifest import Closure
 from cas.retention import Chunks, Holdings
 
 #: Chunks that are counted in one transaction, unless a single manifest has more.
