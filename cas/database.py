@@ -131,17 +131,22 @@ class Transaction:
         return {
             Digest(bytes(key)): _BYTES.unpack(value)[0]
             for key, value in self._txn.cursor(db=self._counted)
+            if len(key) == 32 and len(value) == _BYTES.size
         }
 
     def use(self, digest: bytes) -> Use:
         """By how many of the counted documents a chunk is needed."""
         value = self._txn.get(digest, db=self._uses)
-        return Use(0, 0) if value is None else Use(*_USE.unpack(value))
+        if value is None or len(value) != _USE.size:
+            return Use(0, 0)
+        return Use(*_USE.unpack(value))
 
     def used_bytes(self) -> int:
         """The bytes of all chunks that a counted document needs, each chunk once."""
         value = self._txn.get(b"used", db=self._meta)
-        size: int = 0 if value is None else _BYTES.unpack(value)[0]
+        if value is None or len(value) != _BYTES.size:
+            return 0
+        size: int = _BYTES.unpack(value)[0]
         return size
 
     def count(self, document: Digest, size: int, chunks: Mapping[bytes, int]) -> None:

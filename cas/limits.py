@@ -53,6 +53,7 @@ class SizeLimit:
         limit = config.max_size.on(self.context.layout.root)
         if self._size() <= max(limit, self._enough):
             return
+        logger.info("making room: the store has more than %s", config.max_size)
         policy = Policy(config.keep_last, config.older_than, limit)
         try:
             report = gc.collect(self, grace=config.grace, policy=policy)

@@ -20,6 +20,7 @@ from cas.database import find_damage
 from cas.digest import Digest
 from cas.errors import CasError, Refused, StoreDamaged
 from cas.index import Entry, Index
+from cas.stats import stats
 from cas.testing import Child, forked
 from cas.testing.damage import flip_bit
 from cas.testing.processes import children
@@ -195,6 +196,7 @@ def test_flipped_bits_anywhere_in_it_lose_nothing_and_crash_nothing(root: Path, 
                     (path,) = store.assemble(name, root.parent / "out")
                     assert path.read_bytes() == data
                 collect(store)
+                stats(store)
                 assert_sound(store)
 
         forked(use)
@@ -216,6 +218,35 @@ def test_damage_that_only_shows_in_use_has_it_rebuilt_at_the_next_use(root: Path
         with store.context.index.read() as txn:
             assert txn.totals()[0] == len(chunk_files(store))
     assert_nothing_lost(root)
+
+
+def test_an_index_of_another_version_is_rebuilt(root: Path) -> None:
+    shutil.rmtree(root / "index")
+    (root / "index").mkdir()
+    with lmdb.open(str(root / "index"), max_dbs=2) as old, old.begin(write=True) as txn:
+        old.open_db(b"chunks", txn=txn)
+        txn.put(b"schema", b"1", db=old.open_db(b"meta", txn=txn))
+    assert_nothing_lost(root)
+    with open_store(root) as store:
+        assert stats(store).garbage_bytes == 0
+
+
+def test_counts_of_a_wrong_shape_are_as_good_as_none(root: Path) -> None:
+    with open_store(root) as store:
+        expected = stats(store)
+        with store.context.index.write() as txn:
+            for table in (txn._uses, txn._counted):
+                keys = [key for key, _ in txn._txn.cursor(db=table)]
+                for key in keys[::2]:
+                    txn._txn.put(key, b"short", db=table)
+                txn._txn.put(b"odd", b"key", db=table)
+            txn._txn.put(b"used", b"", db=txn._meta)
+        for _ in range(2):
+            assert stats(store).logical_bytes == expected.logical_bytes
+        store.remove("model/1")
+        assert stats(store).garbage_bytes >= 0
+        assert collect(store).freed_bytes == len(DATA["model/1"])
+    assert {path.name for path in root.glob("refs/*")} == {"model%2F2", "model%2F3"}
 
 
 # --- entries ------------------------------------------------------------------------------------
