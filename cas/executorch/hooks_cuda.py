@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 from executorch.exir._serialize._cord import FileBackedData
+from executorch.exir.scalar_type import ScalarType
+from executorch.exir.tensor import get_scalar_type
 
 from cas import fsio
 from cas.executorch import seams
 from cas.executorch.blob import StoredBytes
 from cas.executorch.intake import Intake
+from cas.executorch.labels import Label, dtype_name, shape_of
 from cas.executorch.patches import Patches
 
 
@@ -51,3 +54,18 @@ def install(patches: Patches, intake: Intake) -> None:
 
     patches.set(collector, "_write_tensor_storage", write_tensor_storage)
     patches.set(collector, "FileBackedData", CollectedData)
+    _install_labels(patches, intake, collector.CudaWeightCollector)
+
+
+def _install_labels(patches: Patches, intake: Intake, collector_class: Any) -> None:
+    """Know the tensors by name, type and shape; their keys are all that the program tells."""
+    original = collector_class._add_weight
+
+    @functools.wraps(original)
+    def add_weight(self: Any, entry: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype = dtype_name(get_scalar_type(ScalarType(entry.dtype)))
+        label = Label(entry.fqn, dtype, shape_of(entry.sizes))
+        intake.labels.by_key[entry.storage_key] = label
+        return original(self, entry, *args, **kwargs)
+
+    patches.set(collector_class, "_add_weight", add_weight)

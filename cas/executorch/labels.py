@@ -23,6 +23,8 @@ class Labels:
     def __init__(self) -> None:
         # The object is kept beside its label, so that its id cannot be taken by another one.
         self._by_id: dict[int, tuple[Any, Label]] = {}
+        #: Labels of named data by its key, where the key is not all that is known.
+        self.by_key: dict[str, Label] = {}
 
     def add(self, data: Any, label: Label) -> None:
         # CPython shares the objects of empty and one-byte bytes; they identify nothing.

@@ -157,6 +157,13 @@ SEAMS: Final = (
         optional=True,
     ),
     Seam(
+        "cuda weights",
+        CUDA_COLLECTOR,
+        "CudaWeightCollector._add_weight",
+        ("self", "entry"),
+        optional=True,
+    ),
+    Seam(
         "cuda storage files",
         CUDA_COLLECTOR,
         "FileBackedData.move_from",

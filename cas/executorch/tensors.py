@@ -34,7 +34,7 @@ def tensor_entries(
     places = {name: _Places(pieces) for name, pieces in files.items()}
     found = [
         *_labelled(main, files[main], labels),
-        *_named(program, places, main),
+        *_named(program, places, main, labels),
         *_external(program, places),
     ]
     unique = {(entry.file, entry.offset, entry.name): entry for entry in found}
@@ -65,7 +65,9 @@ def _labelled(file: str, pieces: tuple[Piece, ...], labels: Labels) -> Iterator[
             yield _entry(label, file, piece)
 
 
-def _named(program: Any, places: Mapping[str, _Places], main: str) -> Iterator[TensorEntry]:
+def _named(
+    program: Any, places: Mapping[str, _Places], main: str, labels: Labels
+) -> Iterator[TensorEntry]:
     data = getattr(program, "_named_data", None)
     if data is None:
         return
@@ -75,7 +77,8 @@ def _named(program: Any, places: Mapping[str, _Places], main: str) -> Iterator[T
         for key, entry in table.items():
             piece = places[file].find(data.buffers[entry.buffer_index]) if file in places else None
             if piece is not None:
-                yield _entry(_label(key, entry.tensor_layout), file, piece)
+                known = labels.by_key.get(key)
+                yield _entry(known or _label(key, entry.tensor_layout), file, piece)
 
 
 def _external(program: Any, places: Mapping[str, _Places]) -> Iterator[TensorEntry]:

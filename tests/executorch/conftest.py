@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -43,7 +44,7 @@ def stock(
     run; a directory appears under its name when it is complete. The workers of pytest-xdist share
     that process: the first of them starts it.
     """
-    out = _shared_directory(tmp_path_factory)
+    out = _shared_directory(tmp_path_factory, "stock")
     writer = _start_once(out, _wanted(request.session))
     try:
         yield lambda name: _wait(out / name, out)
@@ -54,11 +55,11 @@ def stock(
             writer.wait()
 
 
-def _shared_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _shared_directory(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        return tmp_path_factory.mktemp("stock")
+        return tmp_path_factory.mktemp(name)
     # Each worker has a directory of its own below that of the run.
-    directory = tmp_path_factory.getbasetemp().parent / "stock"
+    directory = tmp_path_factory.getbasetemp().parent / name
     directory.mkdir(exist_ok=True)
     return directory
 
@@ -106,3 +107,47 @@ def _wait(directory: Path, out: Path) -> Path:
             pytest.fail(f"the stock export ended without {directory.name}:\n{tail}")
         time.sleep(0.05)
     return directory
+
+
+@pytest.fixture(scope="session")
+def cuda_exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory with what `export_cuda.py` writes; the first worker that asks runs it."""
+    pytest.importorskip("triton")
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("AOTInductor needs g++")
+    out = _shared_directory(tmp_path_factory, "cuda")
+    with open(out / "lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (out / "log").exists():
+            _export_for_cuda(out, compiler)
+    if not (out / "report.json").exists():
+        pytest.fail(f"export_cuda.py failed:\n{(out / 'log').read_text(errors='replace')[-3000:]}")
+    return out
+
+
+def _export_for_cuda(out: Path, compiler: str) -> None:
+    remembering = out / "g++"  # by its name torch knows what kind of compiler it is
+    cache = HERE / "cxx_cache.py"
+    (out / "objects").mkdir()
+    remembering.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -S -E {cache} {out / "objects"} {compiler} "$@"\n'
+    )
+    remembering.chmod(0o755)
+    (out / "tmp").mkdir()
+    settings = {
+        "CXX": str(remembering),
+        "TMPDIR": str(out / "tmp"),  # for Inductor's precompiled headers
+        "TORCHINDUCTOR_CACHE_DIR": str(out / "inductor"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",
+        "PYTHONPATH": f"{HERE.parents[1]}{os.pathsep}{HERE.parents[1] / 'cli'}",
+    }
+    with open(out / "log", "wb") as sink:
+        subprocess.run(
+            [sys.executable, "-W", "ignore", str(HERE / "export_cuda.py"), str(out)],
+            env={**os.environ, **settings},
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )

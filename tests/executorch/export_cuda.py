@@ -27,7 +27,9 @@ from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from export_models import CachedAttention, ConvNet, mlp
 from torch import nn
+from torch._inductor.package import package_aoti
 from torch.export import ExportedProgram, export
+from torch.export.pt2_archive._package_weights import Weights
 
 Methods = dict[str, ExportedProgram]
 
@@ -45,7 +47,18 @@ class AnyKernel(dict[str, None]):
 @contextlib.contextmanager
 def stand_in() -> Iterator[None]:
     """CudaBackend compiles for the CPU within the block."""
+    options = CudaBackend.get_aoti_compile_options
+
+    def for_the_cpu(cls: Any, compile_specs: Any) -> dict[str, Any]:
+        # Triton has no convolution for the CPU. The rest of it saves time only.
+        return {
+            **options(compile_specs),
+            "max_autotune_conv_backends": "ATEN",
+            "aot_inductor.compile_wrapper_opt_level": "O0",
+        }
+
     with (
+        mock.patch.object(CudaBackend, "get_aoti_compile_options", classmethod(for_the_cpu)),
         mock.patch.object(CudaBackend, "get_device_name", classmethod(lambda cls: "cpu")),
         mock.patch.object(
             CudaBackend, "get_supported_fallback_kernels", classmethod(lambda cls: AnyKernel())
@@ -63,15 +76,18 @@ class Odd(nn.Module):
         self.one = nn.Linear(96, 96, bias=False)
         self.two = nn.Linear(96, 96, bias=False)
         self.two.weight = self.one.weight
-        self.half = nn.Linear(96, 90).to(torch.bfloat16)
+        self.low = nn.Linear(96, 90).to(torch.bfloat16)
         self.register_buffer("empty", torch.zeros(0, 96))
         self.register_buffer("int8", torch.randint(-128, 127, (96, 96), dtype=torch.int8))
         self.register_buffer("transposed", torch.randn(96, 70).t())
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y = torch.cat([self.empty, self.two(torch.relu(self.one(x)))])
-        y = y @ self.int8.float()
-        return self.half(y.to(torch.bfloat16)), torch.nn.functional.linear(y, self.transposed)
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.two(torch.relu(self.one(x))) @ self.int8.float()
+        return (
+            self.low(y.to(torch.bfloat16)),
+            torch.nn.functional.linear(y, self.transposed),
+            torch.cumsum(self.empty, 1),  # not folded away, nor inlined
+        )
 
 
 class Decoder(nn.Module):
@@ -86,7 +102,7 @@ class Decoder(nn.Module):
         return self.kv_cache(token, position)
 
 
-def _methods() -> Methods:
+def two_methods() -> Methods:
     model = mlp()
     return {
         name: export(model, (torch.ones(rows, 64),), strict=False)
@@ -99,7 +115,7 @@ def _forward(module: nn.Module, *inputs: torch.Tensor) -> Methods:
 
 
 CASES: dict[str, Callable[[], Methods]] = {
-    "mlp_two_methods": _methods,
+    "mlp_two_methods": two_methods,
     "convnet": lambda: _forward(ConvNet(), torch.ones(1, 3, 16, 16)),
     "kv_cache": lambda: _forward(Decoder(), torch.tensor([7]), torch.tensor([3])),
     "odd": lambda: _forward(Odd(), torch.ones(2, 96)),
@@ -149,6 +165,7 @@ def compile_plain(disk_format: str) -> list[Any]:
         "aot_inductor.package": True,
         "aot_inductor.package_constants_in_so": False,
         "aot_inductor.package_constants_on_disk_format": disk_format,
+        "aot_inductor.compile_wrapper_opt_level": "O0",
     }
     with torch.no_grad():
         found = torch._inductor.aot_compile(program.module(), (torch.ones(2, 96),), options=options)
@@ -197,17 +214,54 @@ def write_captured(out: Path, cache: Path) -> dict[str, Any]:
     return report
 
 
+def export_by_command(out: Path) -> dict[str, Any]:
+    """What ``cas export --backend cuda`` does with the options that `lower` uses."""
+    from click.testing import CliRunner
+
+    from cas.executorch import backends
+    from cas_cli.main import cli
+
+    source = out / "model.py"
+    source.write_text("from export_cuda import two_methods\n")
+    arguments = [*("--store", str(out / "store"), "export", f"{source}:two_methods")]
+    arguments += ["-o", str(out / "command"), "--backend", "cuda", "--json"]
+    for key, value in {**SPECS, "low_memory_mode": "ON"}.items():
+        arguments += ["--spec", f"{key}={value}"]
+    with stand_in(), mock.patch.object(backends, "require_cuda", lambda: None):
+        done = CliRunner().invoke(cli, arguments, prog_name="cas")
+    return {"code": done.exit_code, "stdout": done.stdout, "stderr": done.stderr[-2000:]}
+
+
+def export_without_library(out: Path) -> str:
+    """What an export says whose compile gave no library."""
+    import cas
+    from cas.executorch import capture
+
+    outputs = ["/cache/c.wrapper.cpp", Weights({"w": (torch.ones(9), None)})]
+    with (
+        cas.Store.open(out / "store") as store,
+        stand_in(),
+        mock.patch.object(torch._inductor, "aot_compile", lambda gm, args, options: outputs),
+        capture(store),
+    ):
+        try:
+            lower(_forward(nn.Linear(4, 4), torch.ones(1, 4)), "OFF")
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 def write_packages(out: Path) -> None:
     """The same graph with its weights in a file and as tensors, as a list and as an archive."""
     import cas
     from cas.executorch import capture, hooks_aoti
     from cas.executorch.aoti import capture_package
-    from torch._inductor.package import package_aoti
 
     with cas.Store.open(out / "store", chunk_size=64 << 10) as store:
         with capture(store, map_threshold=1), mock.patch.object(hooks_aoti, "MIN_SCRATCH", 1):
             outputs = compile_plain("binary_blob")
         capture_package(store, outputs, "aoti", out / "aoti")
+        keep_files(outputs, out / "aoti_files")
         capture_package(store, compile_plain("pickle_weights"), "tensors", out / "aoti_tensors")
         archive = str(out / "model.pt2")
         package_aoti(archive, outputs)
@@ -219,6 +273,8 @@ def main(out: Path) -> None:
     began = time.process_time(), time.monotonic()
     write_stock(out / "stock")
     report = write_captured(out / "captured", cache)
+    report["command"] = export_by_command(out / "captured")
+    report["without library"] = export_without_library(out / "captured")
     write_packages(out / "captured")
     children = os.times()
     report["seconds"] = {
