@@ -27,6 +27,9 @@ MAX_MISSES: Final = 200
 #: The list of actions in an artifact's provenance.
 PROVENANCE_KEY: Final = "actions"
 
+#: Begins the name of a section of dependencies.
+_READ: Final = "read "
+
 Facts: TypeAlias = "dict[tuple[str, str], Json]"
 
 
@@ -89,7 +92,8 @@ def _is_digest(value: object) -> bool:
 def compare(before: ActionRecord, after: ActionRecord) -> list[Difference]:
     """What differs between two records, the most telling first.
 
-    The digest of a whole section is left out where its parts say what differs.
+    The digest of a whole section is left out where its parts say what differs; and so is what only
+    one of the computations read, where something that decides what they read differs.
     """
     first, second = _facts(before), _facts(after)
     found = [
@@ -98,7 +102,8 @@ def compare(before: ActionRecord, after: ActionRecord) -> list[Difference]:
         if first.get(part, ABSENT) != second.get(part, ABSENT)
     ]
     told = {difference.section for difference in found}
-    return [difference for difference in found if not _is_told(difference, told)]
+    decided = any(not section.startswith(_READ) for section in told)
+    return [item for item in found if not _is_told(item, told) and not (decided and _follows(item))]
 
 
 def _is_told(difference: Difference, told: set[str]) -> bool:
@@ -106,12 +111,16 @@ def _is_told(difference: Difference, told: set[str]) -> bool:
     return difference.name != section and section in told
 
 
+def _follows(difference: Difference) -> bool:
+    return difference.section.startswith(_READ) and ABSENT in (difference.before, difference.after)
+
+
 def _facts(record: ActionRecord) -> Facts:
     facts: Facts = {("action", "kind"): record.kind}
     for section, values in record.factors.items():
         facts.update(_flat(section, values))
     for section, values in record.dependencies.items():
-        facts.update(_flat(f"read {section}", values))
+        facts.update(_flat(f"{_READ}{section}", values))
     return facts
 
 

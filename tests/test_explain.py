@@ -126,6 +126,17 @@ def test_what_the_computation_read_is_compared_too() -> None:
     ]
 
 
+def test_what_is_read_because_something_else_differs_is_not_told() -> None:
+    before = made(depends={"files": {"a": SOME, "c": SOME}})
+    after = made({"options": {"new": "1"}}, depends={"files": {"b": SOME, "c": OTHER}})
+    assert [difference.text() for difference in compare(before, after)] == [
+        "the option new: none -> 1",
+        "the file c, which the computation read: another content",
+    ]
+    without = made(depends={"files": {"b": SOME, "c": SOME}})
+    assert [difference.name for difference in compare(before, without)] == ["a", "b"]
+
+
 def test_equal_records_do_not_differ_and_the_telling_parts_come_first() -> None:
     assert compare(made(), made()) == []
     changes: dict[str, dict[str, Json]] = {
