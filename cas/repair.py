@@ -96,13 +96,12 @@ def _from_files(
     entries = [entry for manifest in affected.values() for entry in manifest.files]
     using = [e for e in entries if any(part.digest in wanted for part in e.recipe.chunks())]
     search = Search(wanted, using, context.chunk_size, lambda part: _read(context, part), take)
-    progress.start("repair", None)
+    progress.start("repair", sum(path.stat().st_size for path in files if path.is_file()))
     for path in files:
-        if not wanted:
-            break
-        with Source(path) as source:
-            search.look_in(source)
-            progress.advance(source.size)
+        if wanted:
+            with Source(path) as source:
+                search.look_in(source)
+                progress.advance(source.size)
     progress.finish()
 
 

@@ -279,6 +279,35 @@ def test_what_a_killed_member_staged_is_collected_by_another(
     assert second.run(clean) == (len(ONE), 0)
 
 
+def test_a_member_who_shares_nothing_stops_gc_instead_of_losing_what_is_leased(
+    shared: Path,
+) -> None:
+    """An umask of one's own beats the store's; the lease then says to others nothing but `no`."""
+    ANN.run(lambda: make(shared))
+    ANN.run(lambda: put(shared, "a", ONE))
+
+    def use(child: Child) -> None:
+        with open_store(shared, umask=0o077) as store, store.writer() as writer:
+            assert writer.put(ONE).size == len(ONE)
+            child.tell("put")
+            child.wait_for("go on")
+            writer.commit("again", {"f": writer.put(ONE)})
+
+    def try_gc() -> None:
+        with open_store(shared) as store:
+            store.remove("a")
+            with pytest.raises(PermissionRefused, match="leases") as caught:
+                collect(store)
+            assert caught.value.exit_code == 5
+
+    user = ANN.start(use)
+    user.wait_for("put")
+    BEN.run(try_gc)
+    user.tell("go on")
+    user.result()
+    assert ANN.run(lambda: get(shared, "again")) == ONE
+
+
 @pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_member_killed_at_any_step_is_in_no_other_members_way(shared: Path, stride: int) -> None:
     ANN.run(lambda: make(shared))
