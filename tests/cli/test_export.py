@@ -595,6 +595,23 @@ def test_weights_that_stay_inside_are_told(export: Callable[..., Outcome]) -> No
     assert "stayed in" not in export("make", "--backend", "xnnpack", "--external-weights").err
 
 
+@pytest.mark.parametrize(("flags", "spill"), [([], True), (["--no-spill"], False)])
+def test_a_model_is_spilled_unless_told_not_to(
+    flags: list[str],
+    spill: bool,
+    export: Callable[..., Outcome],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from cas.errors import Refused
+    from cas.executorch import exporting
+
+    def record(*args: object, **kwargs: object) -> None:
+        raise Refused(f"spill is {kwargs['spill']}")
+
+    monkeypatch.setattr(exporting, "export_source", record)
+    assert f"spill is {spill}" in export("make", *flags).err
+
+
 def test_a_file_of_torch_save_is_no_source(run: Run, net: Path) -> None:
     import torch
 
