@@ -20,18 +20,11 @@ from cas.errors import (
 )
 from cas.testing.processes import Child, children, until
 from cas.testing.steps import Interleaving, step_hook
-from cas.testing.stores import CHUNK, assert_sound, collect, contents, open_store, scratch
+from cas.testing.stores import CHUNK, assert_sound, collect, contents, open_store
 
 KEY = Digest.of(b"an action")
 OTHER = Digest.of(b"another action")
 DATA = contents(1, 2 * CHUNK + 17)
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """Where stores may be: in memory, since they are hundreds of directories."""
-    with scratch() as path:
-        yield path
 
 
 @pytest.fixture

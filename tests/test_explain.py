@@ -13,7 +13,7 @@ from cas.errors import ActionNotFound, NotFound, RefNotFound, UsageError
 from cas.explain import ABSENT, compare, explain, explain_last
 from cas.journal import Event
 from cas.manifest import Json
-from cas.testing.stores import open_store, scratch
+from cas.testing.stores import open_store
 
 KEY = Digest.of(b"key")
 SOME = Digest.of(b"some bytes").hex()
@@ -152,13 +152,6 @@ def test_equal_records_do_not_differ_and_the_telling_parts_come_first() -> None:
 
 
 # --- in a store ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """Where stores may be: in memory, since they are hundreds of directories."""
-    with scratch() as path:
-        yield path
 
 
 @pytest.fixture

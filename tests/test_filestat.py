@@ -15,9 +15,16 @@ from cas.errors import NoSpace, UsageError
 from cas.filestat import DISKS, Identity, Sources, decode, encode
 from cas.ingest import Ingest
 from cas.manifest import Recipe, ZeroPart, canonical_json
-from cas.mappings import FileRange, Mappings, address_of, is_unwritten, parse
+from cas.mappings import (
+    FileRange,
+    Mappings,
+    address_of,
+    find_range,
+    is_unwritten,
+    mappings_from,
+)
 from cas.testing.steps import step_hook
-from cas.testing.stores import contents, open_store, scratch
+from cas.testing.stores import contents, open_store
 
 SIZE = 3 << 20
 DATA = contents(1, SIZE)
@@ -43,13 +50,6 @@ class Mapped:
 
 def later() -> float:
     return time.time() + LATER
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """Where stores may be: in memory, since they are hundreds of directories."""
-    with scratch() as path:
-        yield path
 
 
 @pytest.fixture
@@ -292,14 +292,14 @@ def test_a_mapped_chunk_is_no_source(tmp_path: Path, file: Path) -> None:
 @on_disk
 def test_only_unwritten_pages_of_a_file_count(file: Path) -> None:
     mapped = Mapped(file)
-    found = Mappings().find(mapped.view[4096:])
+    found = Mappings("/nowhere").find(mapped.view[4096:])
     assert found is not None and (found.offset, found.length) == (4096, SIZE - 4096)
     assert found.path == str(file) and found.inode == file.stat().st_ino
     assert mapped.view[5] == DATA[5] and is_unwritten(found)
     mapped.view[SIZE - 1] = 0
-    assert not is_unwritten(found) and Mappings().find(mapped.view) is None
-    assert Mappings().find(mapped.view[: SIZE // 2]) is not None
-    assert Mappings().find(memoryview(bytearray(SIZE))) is None
+    assert not is_unwritten(found) and Mappings("/nowhere").find(mapped.view) is None
+    assert Mappings("/nowhere").find(mapped.view[: SIZE // 2]) is not None
+    assert Mappings("/nowhere").find(memoryview(bytearray(SIZE))) is None
     mapped.close()
 
 
@@ -331,20 +331,51 @@ MAPS = b"""\
 50000-60000 r--s 00000000 08:01 79                         /data/new\\012line
 60000-70000 rw-p 00000000 00:00 0
 70000-80000 r-xp 00000000 08:01 80                         /gone (deleted)
+90000-98000 r--p 00002000 08:01 77                         /data/w
+98000-a0000 r--p 00009000 08:01 77                         /data/w
 ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0    [vsyscall]
-nonsense
 """
 
 
 def test_mappings_are_read_as_proc_prints_them() -> None:
-    found = parse(MAPS)
+    found = list(mappings_from(MAPS, 0))
     assert [(m.start, m.offset, m.path, m.may_be_written, m.shared) for m in found] == [
         (0x10000, 0, "/data/w", False, False),
         (0x20000, 0x10000, "/data/w", True, False),
         (0x40000, 0, "/data/shared file", True, True),
         (0x50000, 0, "/data/new\nline", False, True),
+        (0x90000, 0x2000, "/data/w", False, False),
+        (0x98000, 0x9000, "/data/w", False, False),
     ]
     assert found[0].device == os.makedev(8, 1) and found[0].inode == 77
+    for address in [0, 0x10000, 0x1FFFF, 0x20000, 0x30000, 0x5FFFF, 0x60000, 0x9FFFF, 0xA0000]:
+        assert list(mappings_from(MAPS, address)) == [m for m in found if m.end > address]
+    assert list(mappings_from(b"", 5)) == [] and list(mappings_from(MAPS[:-1], 1 << 64)) == []
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "offset"),
+    [
+        (0x10000, 0x20000, 0),
+        (0x18000, 0x10000, 0x8000),
+        (0x2FFFF, 1, 0x1FFFF),
+        (0x50010, 0x10, 0x10),
+        (0x0FFFF, 2, None),  # begins before it
+        (0x2FFFF, 2, None),  # goes on behind it
+        (0x40000, 1, None),  # shared, and written to through it
+        (0x30000, 0x10, None),  # in a gap
+        (0x5FFFF, 2, None),  # two files
+        (0x60000, 5, None),  # no file
+        (0x70000, 5, None),  # a file without a name
+        (0x90000, 0x10000, None),  # adjacent in memory and not in the file
+        (0x90000, 0x8000, 0x2000),
+    ],
+)
+def test_a_range_is_one_piece_of_one_file_or_none(
+    start: int, length: int, offset: int | None
+) -> None:
+    found = find_range(MAPS, start, length)
+    assert (None if found is None else found.offset) == offset
 
 
 # --- what is remembered -------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from cas.errors import NoSpace, UsageError
 from cas.journal import JOURNAL_BYTES, MAX_REASONS, Event, Tally
 from cas.testing.processes import Child, children
 from cas.testing.steps import step_hook
-from cas.testing.stores import collect, open_store, scratch
+from cas.testing.stores import collect, open_store
 
 KEY = Digest.of(b"key")
 EVENTS = [
@@ -24,13 +24,6 @@ EVENTS = [
     Event("uncacheable", "delegate", "forward 4", "a user's function", microseconds=100),
     Event("mismatch", "delegate", "forward 5", "blob 0", key=KEY, microseconds=7),
 ]
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """Where stores may be: in memory, since they are hundreds of directories."""
-    with scratch() as path:
-        yield path
 
 
 @pytest.fixture
