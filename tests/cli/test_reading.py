@@ -99,6 +99,9 @@ def test_stats_tells_the_kinds_of_bytes_apart(run: Run, filled: Filled) -> None:
     assert found["garbage_bytes"] == one
     assert (found["staged_bytes"], found["quarantined_bytes"]) == (0, 0)
     assert "garbage" in run("stats").out
+    assert found["max_bytes"] is None
+    assert run("stats", "--json", env={"CAS_MAX_SIZE": "5k"}).json["max_bytes"] == 5000
+    assert " of 4.88 KiB" in run("stats", env={"CAS_MAX_SIZE": "5k"}).out
 
 
 def test_assemble_writes_the_bytes_of_the_generation(

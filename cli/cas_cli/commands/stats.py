@@ -43,22 +43,25 @@ def command() -> None:
     from cas.stats import stats
 
     app = current()
+    limit = app.effective("max_size").value
     with app.store() as store:
         found = stats(store)
         tally = store.actions.tally()
+        max_bytes = None if limit is None else limit.on(store.path)
     document: dict[str, Any] = {key: getattr(found, key) for key in KEYS}
+    document["max_bytes"] = max_bytes
     document["action_counters"] = tally.document()
     document["problems"] = list(found.problems)
 
     def show() -> None:
-        pairs(_rows(found) + (_counter_rows(tally) if app.given.verbose else []))
+        pairs(_rows(found, max_bytes) + (_counter_rows(tally) if app.given.verbose else []))
 
     app.report(document, show)
     for problem in found.problems:
         click.echo(f"cas: {problem}", err=True)
 
 
-def _rows(found: Stats) -> list[tuple[str, str]]:
+def _rows(found: Stats, max_bytes: int | None) -> list[tuple[str, str]]:
     logical, physical = found.logical_bytes, found.physical_bytes
     times = f"  ({logical / physical:.2f} x physical)" if physical and logical else ""
     rows = [
@@ -66,7 +69,7 @@ def _rows(found: Stats) -> list[tuple[str, str]]:
         ("artifacts", f"{found.refs}, in {found.generations} generations"),
         ("chunks", str(found.chunks)),
         ("logical", size(logical) + times),
-        ("physical", size(physical)),
+        ("physical", size(physical) + ("" if max_bytes is None else f" of {size(max_bytes)}")),
         ("garbage", size(found.garbage_bytes)),
     ]
     if found.actions:
