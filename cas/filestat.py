@@ -111,8 +111,6 @@ class Sources:
 
     def locate(self, found: FileRange) -> Source | None:
         """The file's state, if it is a file whose state tells whether it has changed."""
-        if found.path.startswith(f"{self._layout.root}/"):
-            return None  # a chunk, which a model was loaded from
         try:
             stat = os.stat(found.path)
         except OSError:
@@ -179,9 +177,9 @@ class Sources:
 class MappedSources:
     """Recipes of memory that maps files which have not changed. Thread safe."""
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: Sources, root: Path) -> None:
         self._sources = sources
-        self._mappings = Mappings()
+        self._mappings = Mappings(ignored=str(root))  # chunks that a model was loaded from
         self._mutex = threading.Lock()
 
     def find(self, view: memoryview) -> Source | None:

@@ -6,14 +6,13 @@ page is a copy. The kernel says of each page whether it is one. Whatever is not 
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import ctypes
 import mmap
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -65,12 +64,12 @@ class FileRange:
 
 
 class Mappings:
-    """The file mappings of this process."""
+    """The file mappings of this process, those of files below ``ignored`` left out."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, ignored: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ignored = ignored.rstrip("/") + "/"
         self._clock = clock
-        self._starts: list[int] = []
-        self._hints: list[Mapping] = []
+        self._hint = b""
         self._hinted = float("-inf")
 
     def find(self, view: memoryview) -> FileRange | None:
@@ -78,18 +77,20 @@ class Mappings:
         address = address_of(view)
         if address is None or not self._may_map(address):
             return None
-        found = _range(_read(), address, len(view))
-        return found if found is not None and is_unwritten(found) else None
+        found = find_range(_read(), address, len(view))
+        if found is None or found.path.startswith(self._ignored) or not is_unwritten(found):
+            return None
+        return found
 
     def _may_map(self, address: int) -> bool:
-        """False if, a moment ago, this was no part of a file: a cheap way to do without."""
+        """False if, a moment ago, this was no part of a file of interest: a cheap way out."""
         now = self._clock()
         if now - self._hinted > _HINT_SECONDS:
-            self._hints = _read()
-            self._starts = [mapping.start for mapping in self._hints]
-            self._hinted = now
-        position = bisect.bisect_right(self._starts, address) - 1
-        return position >= 0 and address < self._hints[position].end
+            self._hint, self._hinted = _read(), now
+        first = next(mappings_from(self._hint, address), None)
+        if first is None or first.start > address:
+            return False
+        return not first.path.startswith(self._ignored)
 
 
 def is_unwritten(found: FileRange) -> bool:
@@ -116,45 +117,65 @@ def is_unwritten(found: FileRange) -> bool:
     return True
 
 
-def _read() -> list[Mapping]:
-    """All mappings of files, rising; none where there is no /proc."""
+def _read() -> bytes:
+    """What the kernel tells of this process's mappings; nothing where there is no /proc."""
     try:
         with open("/proc/self/maps", "rb", buffering=0) as file:
-            data = file.readall()
+            return file.readall()
     except OSError:
-        return []
-    return parse(data)
+        return b""
 
 
-def parse(data: bytes) -> list[Mapping]:
-    """What proc_pid_maps(5) prints, without the mappings that are of no file."""
-    found = []
-    for line in data.splitlines():
-        match = _LINE.fullmatch(line)
-        if match is None or match[11].endswith(b" (deleted)"):
-            continue
-        found.append(
-            Mapping(
-                start=int(match[1], 16),
-                end=int(match[2], 16),
-                offset=int(match[7], 16),
-                device=os.makedev(int(match[8], 16), int(match[9], 16)),
-                inode=int(match[10]),
-                path=os.fsdecode(match[11].replace(b"\\012", b"\n")),
-                may_be_written=match[4] == b"w",
-                shared=match[6] == b"s",
-            )
-        )
-    return found
+def mappings_from(maps: bytes, address: int) -> Iterator[Mapping]:
+    """The mappings of files in ``maps`` that end above ``address``, rising.
+
+    ``maps`` is what proc_pid_maps(5) prints, rising addresses: thousands of lines in a process
+    that maps chunks, so the place is found by halving. Mappings of no file are left out.
+    """
+    low, high = 0, len(maps)
+    while low < high:
+        middle = maps.rfind(b"\n", low, (low + high) // 2) + 1 or low
+        end = maps.find(b"\n", middle, high)
+        end = high if end < 0 else end + 1
+        if _end_of(maps[middle:end]) <= address:
+            low = end
+        else:
+            high = middle
+    while low < len(maps):
+        end = maps.find(b"\n", low)
+        end = len(maps) if end < 0 else end
+        mapping = parse_line(maps[low:end])
+        if mapping is not None:
+            yield mapping
+        low = end + 1
 
 
-def _range(mappings: list[Mapping], address: int, length: int) -> FileRange | None:
+def _end_of(line: bytes) -> int:
+    return int(line[line.index(b"-") + 1 : line.index(b" ")], 16)
+
+
+def parse_line(line: bytes) -> Mapping | None:
+    """One line; None if the mapping is of no file, or of one that has no name any more."""
+    match = _LINE.fullmatch(line)
+    if match is None or match[11].endswith(b" (deleted)"):
+        return None
+    return Mapping(
+        start=int(match[1], 16),
+        end=int(match[2], 16),
+        offset=int(match[7], 16),
+        device=os.makedev(int(match[8], 16), int(match[9], 16)),
+        inode=int(match[10]),
+        path=os.fsdecode(match[11].replace(b"\\012", b"\n")),
+        may_be_written=match[4] == b"w",
+        shared=match[6] == b"s",
+    )
+
+
+def find_range(maps: bytes, address: int, length: int) -> FileRange | None:
     """The range in the file that some adjacent mappings of it show, without a gap or an overlap."""
     first: Mapping | None = None
     position = address
-    for mapping in mappings:
-        if mapping.end <= position:
-            continue
+    for mapping in mappings_from(maps, address):
         if mapping.start > position or (mapping.shared and mapping.may_be_written):
             return None
         if first is None:

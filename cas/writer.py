@@ -70,7 +70,7 @@ class Writer:
         self._limit = SizeLimit(context)
         self._ingest = Ingest(context, lease, progress, self._limit.keep)
         sources = Sources(context.layout, context.modes, now=lambda: int(context.clock() * 1e9))
-        self._mapped = MappedSources(sources)
+        self._mapped = MappedSources(sources, context.layout.root)
         self._closed = False
 
     @property
