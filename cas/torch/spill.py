@@ -204,10 +204,11 @@ def _held_by_tensors_only(found: dict[int, torch.Tensor]) -> set[int]:
 
 def _gradient_references(tensor: torch.Tensor) -> int:
     """1 if autograd holds a weight to accumulate its gradient, as it does once it was used."""
-    if not (tensor.requires_grad and tensor.is_leaf):
+    if not (tensor.requires_grad and tensor.is_leaf) or tensor.is_inference():
         return 0
     before = _references(tensor)
-    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    with torch.inference_mode(False):
+        node = torch.autograd.graph.get_gradient_edge(tensor).node
     # Asking makes the node where there was none, and that one holds the tensor from now on.
     made = _references(tensor) - before
     del node
@@ -232,7 +233,7 @@ def _tensors_by_storage(found: dict[int, torch.Tensor]) -> dict[int, dict[int, t
 
 def _storage_address(tensor: torch.Tensor) -> int | None:
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return int(torch.Tensor.untyped_storage(tensor)._cdata)  # whatever a subclass makes of it
     except (RuntimeError, NotImplementedError, ValueError):  # sparse, uninitialized and the like
         return None
 

@@ -272,6 +272,29 @@ def test_a_weight_that_was_used_is_spilled(writer: Writer) -> None:
     assert torch.equal(product, 2 * weights[1])
 
 
+class Odd(torch.Tensor):
+    """A subclass that is no wrapper, and denies what every tensor has."""
+
+    def untyped_storage(self) -> Any:
+        raise TypeError
+
+
+def test_inference_mode_and_subclasses_on_top_do_no_harm(writer: Writer) -> None:
+    with torch.inference_mode():
+        layer = torch.nn.Linear(SIDE, SIDE)
+        table = sample()
+    plain = sample(seed=1)
+    odd = plain.as_subclass(Odd)
+    before = layer.weight.detach().clone()
+    with torch.inference_mode():
+        assert spill([layer.weight, torch.nn.Parameter(sample(seed=2))], writer).moved_storages == 2
+    assert spill([table, plain, odd], writer).moved_storages == 2
+    assert torch.equal(layer.weight, before)
+    assert torch.equal(table, sample())
+    plain.fill_(3)
+    assert bool((odd == 3).all())
+
+
 def test_a_capsule_of_a_weight_is_noticed(writer: Writer) -> None:
     weight = torch.nn.Parameter(sample())
     capsule = torch.utils.dlpack.to_dlpack(weight)
