@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from executorch.exir.lowered_backend_module import LoweredBackendModule
 from executorch.exir.serde import export_serialize
 from export_cases import CASES, EXTERNAL, one, write_files, x_mlp
 from export_models import mlp
+from safetensors.torch import save_file
 from torch._dynamo.variables import builder
 from torch.export import ExportedProgram, _trace, export
 
@@ -28,6 +30,7 @@ import cas
 from cas import verify
 from cas.errors import InvalidName, PermissionRefused, Refused, UsageError
 from cas.executorch import CaptureActive, CaptureEnded, ForeignBytes, capture
+from cas.repair import repair
 from cas.testing.damage import flip_bit
 
 ABSENT = object()
@@ -175,6 +178,30 @@ def test_the_next_export_restores_what_was_removed_by_hand_or_set_aside(
     assert verify.verify(store).clean
     (path,) = store.assemble("mlp@1", tmp_path / "again")
     assert path.read_bytes() == first.paths[0].read_bytes() == second.paths[0].read_bytes()
+
+
+@pytest.mark.parametrize("save", [torch.save, save_file], ids=["pt", "safetensors"])
+def test_a_checkpoint_of_the_weights_repairs_an_export(
+    store: cas.Store, tmp_path: Path, save: Callable[[Any, Path], None]
+) -> None:
+    model = mlp()
+    save(model.state_dict(), tmp_path / "checkpoint")
+    with capture(store, "mlp") as cap:
+        saved = cap.save(one(model, x_mlp()).program, tmp_path / "out")
+    weights = {
+        part.digest
+        for tensor in store.manifest("mlp").tensors
+        for entry in store.manifest("mlp").files
+        for part in entry.recipe.slice(tensor.offset, tensor.nbytes).chunks()
+    }
+    assert len(weights) > 4
+    for digest in weights:
+        store.context.layout.chunk(digest).unlink()
+    report = verify.verify(store)
+    done = repair(store, report, [tmp_path / "checkpoint"])
+    assert set(done.repaired) == weights and not done.affected_refs
+    (path,) = store.assemble("mlp", tmp_path / "again")
+    assert path.read_bytes() == saved.paths[0].read_bytes()
 
 
 def test_portable_and_xnnpack_share_the_weights(store: cas.Store, tmp_path: Path) -> None:
