@@ -12,6 +12,7 @@ import pytest
 
 from cas import Digest, Store, Writer, actions, gc, verify
 from cas.errors import Busy, ManifestDamaged, NotFound
+from cas.retention import Policy
 from cas.testing import Child
 from cas.testing.processes import children
 from cas.testing.stores import CHUNK, assert_sound, contents, open_store
@@ -24,6 +25,8 @@ def blob(seed: int) -> bytes:
 
 
 Kept = dict[str, int]
+#: A limit that is never kept, since everything was used within the hour.
+TOO_LARGE = {"max_size": "1", "older_than": "1h"}
 
 
 def writer(root: Path, number: int, until: float) -> tuple[Kept, Counter[str]]:
@@ -54,9 +57,12 @@ def writer(root: Path, number: int, until: float) -> tuple[Kept, Counter[str]]:
 
 
 def same_name(root: Path, until: float) -> tuple[Kept, Counter[str]]:
-    """Several processes commit the same name: each gets a generation of its own."""
+    """Several processes commit the same name: each gets a generation of its own.
+
+    The store is always too large for them, so each of their commits runs a gc, beside all others.
+    """
     kept: Kept = {}
-    with open_store(root / "s", workers=1) as store:
+    with open_store(root / "s", workers=1, settings=TOO_LARGE) as store:
         while time.monotonic() < until:
             with store.writer() as w:
                 done = w.commit("shared", {"f": w.put(blob(77))})
@@ -71,12 +77,15 @@ def collector(root: Path, until: float) -> tuple[Kept, Counter[str]]:
     with open_store(root / "s") as store:
         while time.monotonic() < until:
             try:
-                report = gc.execute(store, gc.plan(store))
+                if counts["gcs"] % 2:
+                    report = gc.execute(store, gc.plan(store))
+                else:
+                    report = gc.collect(store, policy=Policy(older_than=3600, max_bytes=1))
             except Busy:
                 counts["busy gcs"] += 1
                 time.sleep(0.01)
                 continue
-            assert not report.problems, report
+            assert not report.problems and not report.dropped, report
             counts["gcs"] += 1
             counts["freed bytes"] += report.freed_bytes
     return {}, counts
