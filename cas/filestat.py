@@ -17,7 +17,7 @@ import os
 import secrets
 import stat as stat_module
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -28,7 +28,9 @@ from cas.errors import CasError, NoSpace, PermissionRefused, UsageError
 from cas.layout import Layout
 from cas.manifest import (
     MAX_MANIFEST_BYTES,
+    Json,
     Recipe,
+    as_digest,
     as_int,
     as_list,
     canonical_json,
@@ -51,7 +53,21 @@ MIN_BYTES: Final = 2 << 20
 MAX_FILES: Final = 1000
 _TRAILER = len(str(Digest(bytes(32)))) + 1
 
-Ranges: TypeAlias = "dict[tuple[int, int], Recipe]"
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a range: what it is made of, and the BLAKE3 of all of it. Either may be
+    None: not known."""
+
+    recipe: Recipe | None = None
+    digest: Digest | None = None
+
+    def joined(self, other: Known) -> Known:
+        """Both together; ``other`` wins."""
+        return Known(other.recipe or self.recipe, other.digest or self.digest)
+
+
+Ranges: TypeAlias = "dict[tuple[int, int], Known]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,20 +146,19 @@ class Sources:
             self._types[device] = fsio.filesystem_type(Path(path)) in self._disks
         return self._types[device]
 
-    def recall(self, source: Source) -> Recipe | None:
-        """What the range was made of when the file was in this state."""
-        recipe = self._learnt.get(source.identity, {}).get(source.key)
-        if recipe is not None:
-            return recipe
+    def recall(self, source: Source) -> Known:
+        """What was known of the range when the file was in this state."""
         if source.identity not in self._known:
             self._known[source.identity] = read(self._layout, source.identity)
-        return self._known[source.identity].get(source.key)
+        return self._known[source.identity].get(source.key, Known())
 
-    def learn(self, source: Source, recipe: Recipe) -> None:
-        """Remember what a range is made of, if its file did not change before, or meanwhile."""
+    def learn(self, source: Source, known: Known) -> None:
+        """Remember it of a range, if its file did not change before, or meanwhile."""
         again = self.locate(source.range)
         if again == source and source.identity.is_settled(self._now()):
-            self._learnt.setdefault(source.identity, {})[source.key] = recipe
+            joined = self.recall(source).joined(known)
+            self._known[source.identity][source.key] = joined
+            self._learnt.setdefault(source.identity, {})[source.key] = joined
 
     def save(self, staging: Path) -> None:
         """Write down what was learnt, by way of ``staging``. Not durably: it can be learnt again.
@@ -154,7 +169,9 @@ class Sources:
         learnt, self._learnt = self._learnt, {}
         for identity, ranges in learnt.items():
             path = self._layout.source(identity.name)
-            data = encode(identity, {**read(self._layout, identity), **ranges})
+            there = read(self._layout, identity)  # others may have learnt more
+            merged = {key: there.get(key, Known()).joined(known) for key, known in ranges.items()}
+            data = encode(identity, {**there, **merged})
             if len(data) > MAX_MANIFEST_BYTES:
                 continue
             temporary = staging / f"source-{secrets.token_hex(8)}"
@@ -175,7 +192,7 @@ class Sources:
 
 
 class MappedSources:
-    """Recipes of memory that maps files which have not changed. Thread safe."""
+    """What is known of memory that maps files which have not changed. Thread safe."""
 
     def __init__(self, sources: Sources, root: Path) -> None:
         self._sources = sources
@@ -190,16 +207,16 @@ class MappedSources:
             found = self._mappings.find(view)
             return None if found is None else self._sources.locate(found)
 
-    def recall(self, source: Source) -> Recipe | None:
-        """What the range is made of, if that was learnt."""
+    def recall(self, source: Source) -> Known:
+        """What was learnt of the range."""
         with self._mutex:
             return self._sources.recall(source)
 
-    def learn(self, source: Source, recipe: Recipe) -> None:
+    def learn(self, source: Source, known: Known) -> None:
         """Remember it, if neither the file nor the memory changed meanwhile."""
         with self._mutex:
             if is_unwritten(source.range):
-                self._sources.learn(source, recipe)
+                self._sources.learn(source, known)
 
     def save(self, staging: Path) -> None:
         """Write down what was learnt; a full disk loses it, and nothing else."""
@@ -231,13 +248,15 @@ def encode(identity: Identity, ranges: Ranges) -> bytes:
         "size": identity.size,
         "modified": identity.modified,
         "changed": identity.changed,
-        "ranges": [
-            [offset, length, [encode_part(part) for part in recipe.parts]]
-            for (offset, length), recipe in sorted(ranges.items())
-        ],
+        "ranges": [[*place, *_encode_known(known)] for place, known in sorted(ranges.items())],
     }
     body = canonical_json(document) + b"\n"
     return body + f"{Digest.of(body)}\n".encode()
+
+
+def _encode_known(known: Known) -> list[Json]:
+    parts = known.recipe and [encode_part(part) for part in known.recipe.parts]
+    return [parts, known.digest.hex() if known.digest else None]
 
 
 def decode(data: bytes) -> tuple[Identity, Ranges]:
@@ -263,18 +282,25 @@ def parse(body: bytes) -> tuple[Identity, Ranges]:
     return identity, dict(_parse_ranges(as_list(top["ranges"], "ranges"), identity.size))
 
 
-def _parse_ranges(listed: list[Any], size: int) -> Iterable[tuple[tuple[int, int], Recipe]]:
+def _parse_ranges(listed: list[Any], size: int) -> Iterator[tuple[tuple[int, int], Known]]:
     for item in listed:
-        offset, length, parts = _triple(item)
-        first = as_int(offset, "an offset", 0, size)
-        count = as_int(length, "a length", 1, size - first)
-        recipe = Recipe(tuple(parse_part(part) for part in as_list(parts, "a recipe")))
-        if recipe.size != count:
-            raise UsageError(f"a recipe gives {recipe.size} bytes of {count}")
-        yield (first, count), recipe
+        match item:
+            case [offset, length, parts, digest]:
+                first = as_int(offset, "an offset", 0, size)
+                count = as_int(length, "a length", 1, size - first)
+                yield (
+                    (first, count),
+                    Known(
+                        None if parts is None else _parse_recipe(parts, count),
+                        None if digest is None else as_digest(digest, "a digest"),
+                    ),
+                )
+            case _:
+                raise UsageError("a range has four parts")
 
 
-def _triple(item: Any) -> tuple[Any, Any, Any]:
-    if not isinstance(item, list) or len(item) != 3:
-        raise UsageError("a range has three parts")
-    return item[0], item[1], item[2]
+def _parse_recipe(parts: Any, size: int) -> Recipe:
+    recipe = Recipe(tuple(parse_part(part) for part in as_list(parts, "a recipe")))
+    if recipe.size != size:
+        raise UsageError(f"a recipe gives {recipe.size} bytes of {size}")
+    return recipe

@@ -15,7 +15,7 @@ from cas.assemble import assembling
 from cas.context import Context
 from cas.digest import Digest
 from cas.errors import UsageError
-from cas.filestat import MappedSources, Sources
+from cas.filestat import Known, MappedSources, Sources
 from cas.index import Entry
 from cas.ingest import BARRIER_CHUNKS, Counters, Ingest, Piece, Readable, as_bytes
 from cas.layout import check_file_name
@@ -97,13 +97,34 @@ class Writer:
         view = as_bytes(data)
         source = self._mapped.find(view)
         if source is not None:
-            known = self._mapped.recall(source)
+            known = self._mapped.recall(source).recipe
             if known is not None and self._ingest.recall(known):
                 return known
         recipe = self._ingest.put(view)
         if source is not None:
-            self._mapped.learn(source, recipe)
+            self._mapped.learn(source, Known(recipe=recipe))
         return recipe
+
+    def digest(self, data: Buffer) -> Digest:
+        """The BLAKE3 of a C-contiguous buffer, which is not put.
+
+        Memory that maps a file is not read if its digest was asked for before and the file has
+        not changed since; see `cas.filestat`.
+
+        Raises:
+            UsageError: the buffer is not contiguous, or the writer is closed.
+        """
+        self._require_open()
+        view = as_bytes(data)
+        source = self._mapped.find(view)
+        if source is not None:
+            known = self._mapped.recall(source).digest
+            if known is not None:
+                return known
+        digest = Digest.of_stream((view,))
+        if source is not None:
+            self._mapped.learn(source, Known(digest=digest))
+        return digest
 
     def put_stream(self, stream: Readable) -> Recipe:
         """Take in all that a binary stream gives; memory held is the store's ring of buffers."""

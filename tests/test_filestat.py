@@ -5,14 +5,14 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
-from cas import Store, filestat, fsio
+from cas import Digest, Store, filestat, fsio
 from cas.errors import NoSpace, UsageError
-from cas.filestat import DISKS, Identity, Sources, decode, encode
+from cas.filestat import DISKS, Identity, Known, Sources, decode, encode
 from cas.ingest import Ingest
 from cas.manifest import Recipe, ZeroPart, canonical_json
 from cas.mappings import (
@@ -130,6 +130,41 @@ def test_short_memory_and_memory_of_no_file_are_read(
         with store.writer() as writer:
             writer.put(DATA)
     assert len(reads) == 4 and not store.context.layout.sources.exists()
+
+
+@on_disk
+def test_a_digest_is_remembered_beside_the_chunks(
+    store: Store, file: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[int] = []
+    real = Digest.of_stream
+
+    def of_stream(pieces: Iterable[memoryview]) -> Digest:
+        listed = list(pieces)
+        hashed.append(sum(map(len, listed)))
+        return real(listed)
+
+    monkeypatch.setattr(Digest, "of_stream", staticmethod(of_stream))
+
+    def digest(path: Path) -> Digest:
+        mapped = Mapped(path)
+        try:
+            with store.writer() as writer:
+                return writer.digest(mapped.view)
+        finally:
+            mapped.close()
+
+    assert digest(file) == Digest.of(DATA) == digest(file) and hashed == [SIZE]
+    assert put(store, file) == DATA == put(store, file) and reads == [SIZE]
+    assert digest(file) == Digest.of(DATA) and hashed == [SIZE]
+    change_a_byte(file)
+    assert digest(file) == Digest.of(file.read_bytes()) != Digest.of(DATA)
+    mapped = Mapped(file)
+    mapped.view[9] ^= 1
+    with store.writer() as writer:
+        assert writer.digest(mapped.view) == Digest.of(mapped.view)
+        assert writer.digest(b"short") == Digest.of(b"short")
+    mapped.close()
 
 
 def change_a_byte(path: Path) -> None:
@@ -384,20 +419,27 @@ IDENTITY = Identity(1, 2, 1000, 3, 4)
 
 
 def test_ranges_read_back_as_they_were_written() -> None:
-    ranges = {(0, 9): Recipe((ZeroPart(9),)), (9, 3): Recipe.literal(b"abc")}
+    ranges = {
+        (0, 9): Known(Recipe((ZeroPart(9),)), Digest.of(b"nine")),
+        (9, 3): Known(Recipe.literal(b"abc")),
+        (12, 5): Known(digest=Digest.of(b"five")),
+    }
     assert decode(encode(IDENTITY, ranges)) == (IDENTITY, ranges)
 
 
 @pytest.mark.parametrize(
     "ranges",
     [
-        [[0, 9, [["zero", 8]]]],
-        [[995, 9, [["zero", 9]]]],
-        [[-1, 9, [["zero", 9]]]],
+        [[0, 9, [["zero", 8]], None]],
+        [[995, 9, [["zero", 9]], None]],
+        [[-1, 9, [["zero", 9]], None]],
+        [[0, 9, None, "00"]],
+        [[0, 9, None, 7]],
+        [[0, 9, 7, None]],
         [[0, 9]],
         [7],
         {},
-        [[0, True, [["zero", 1]]]],
+        [[0, True, [["zero", 1]], None]],
     ],
 )
 def test_ranges_are_not_believed(ranges: object) -> None:
