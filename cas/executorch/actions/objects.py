@@ -33,8 +33,11 @@ from cas.executorch.actions.programs import ProgramEncoder
 from cas.executorch.actions.sources import code_digest, module_digest, tree_digest
 from cas.executorch.actions.weights import StorageDigests
 
-#: State that an export overwrites before it reads it, by class.
+#: State that an export overwrites before it reads it, by the class that has it.
 _OVERWRITTEN: Final = {
+    "executorch.backends.xnnpack.partition.config.gemm_configs.AddmmConfig": frozenset(
+        {"src_partitions"}
+    ),
     "executorch.exir.passes.memory_planning_pass.MemoryPlanningPass": frozenset(
         {"enable_non_cpu_memory_planning", "state"}
     ),
@@ -110,7 +113,7 @@ class ObjectEncoder(ProgramEncoder):
 
     def _put_state(self, value: Any) -> None:
         kind = type(value)
-        skipped = _OVERWRITTEN.get(type_name(kind), frozenset())
+        skipped = {name for base in kind.__mro__ for name in _OVERWRITTEN.get(type_name(base), ())}
         state = {k: v for k, v in getattr(value, "__dict__", {}).items() if k not in skipped}
         for base in kind.__mro__:
             slots = vars(base).get("__slots__", ())
