@@ -255,8 +255,10 @@ def encode(identity: Identity, ranges: Ranges) -> bytes:
 
 
 def _encode_known(known: Known) -> list[Json]:
-    parts = known.recipe and [encode_part(part) for part in known.recipe.parts]
-    return [parts, known.digest.hex() if known.digest else None]
+    parts: Json = None
+    if known.recipe is not None:
+        parts = [encode_part(part) for part in known.recipe.parts]
+    return [parts, None if known.digest is None else known.digest.hex()]
 
 
 def decode(data: bytes) -> tuple[Identity, Ranges]:

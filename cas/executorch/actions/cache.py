@@ -139,7 +139,7 @@ class DelegateActions:
     def _compute_keys(self, units: list[_Unit]) -> None:
         """All before the first compile, so that no compile can have changed what is hashed."""
         started = self._clock()
-        digests = StorageDigests()
+        digests = StorageDigests(self._writer.digest)
         for unit in units:
             try:
                 unit.key = self._key(unit, digests)

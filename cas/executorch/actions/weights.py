@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from cas.digest import Digest, long_hasher
 from cas.ingest import Piece
 from cas.manifest import Recipe
-from cas.torch.streaming import Readable, put_storage
+from cas.torch.streaming import Readable, put_storage, storage_view
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -25,7 +25,9 @@ class StorageDigests:
     storages are held, so that no address is used a second time meanwhile.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of_view: Callable[[memoryview], Digest] | None = None) -> None:
+        """``of_view`` gives the digest of host memory: a store's writer knows some already."""
+        self._of_view = of_view
         self._known: dict[tuple[int, int, str, int], tuple[Digest, torch.UntypedStorage]] = {}
         self.hashed_bytes = 0
 
@@ -37,9 +39,14 @@ class StorageDigests:
         key = (storage.data_ptr(), storage.nbytes(), str(storage.device), version)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = (_digest(storage), storage)
+            found = self._known[key] = (self._digest(storage), storage)
             self.hashed_bytes += storage.nbytes()
         return found[0]
+
+    def _digest(self, storage: torch.UntypedStorage) -> Digest:
+        if self._of_view is not None and storage.device.type == "cpu":
+            return self._of_view(storage_view(storage))
+        return _digest(storage)
 
 
 def _digest(storage: torch.UntypedStorage) -> Digest:

@@ -93,7 +93,17 @@ class WholeExports:
         self._options = options
         self._clock = clock
         self._flying = 0
+        self._process = os.getpid()
+        self._ended = False
         self.outcomes = outcomes
+
+    def end(self) -> None:
+        """What was put off from here on does without the store."""
+        self._ended = True
+
+    def is_active(self) -> bool:
+        """False at the end of the capture, and in a child that fork() made."""
+        return not self._ended and os.getpid() == self._process
 
     def lower(
         self,
@@ -107,7 +117,7 @@ class WholeExports:
         if request is None:
             return call()
         started = self._clock()
-        digests = StorageDigests()
+        digests = self.digests()
         try:
             key = lowering_key(request, digests)
             weights = weights_digest(request.programs, digests)
@@ -137,6 +147,10 @@ class WholeExports:
         return True
 
     # --- for `Lowering` -------------------------------------------------------------------------
+
+    def digests(self) -> StorageDigests:
+        """For the weights as they are now; see `StorageDigests` for how long."""
+        return StorageDigests(self._writer.digest)
 
     def flight(self, key: Digest) -> AbstractContextManager[bool]:
         """Be the only one who does this. Who has one already does not wait for another."""
@@ -172,6 +186,8 @@ class WholeExports:
 
     def observe(self, work: _Work, do: Callable[[], Any]) -> Any:
         """Do a part of an export, and take down what it read, and how long it took."""
+        if not self.is_active():
+            return do()
         before = facts.ambient_facts()
         events = len(self.outcomes.events)
         relied = len(self.outcomes.relied)
@@ -294,13 +310,13 @@ class Lowering:
         if not self._seen:
             self._seen = True
             self._flights.close()
-            if not self._served:
+            if not self._served and self._exports.is_active():
                 self._tell("uncacheable", "the edge program is used before to_executorch")
         return self.lower()
 
     def to_executorch(self, config: Any) -> Any:
         """What the edge program's own method gives, or what stands for it."""
-        if self._seen:
+        if self._seen or not self._exports.is_active():
             return self.lower().to_executorch(config)
         self._seen = True  # the next call finds a program that this one has changed
         try:
@@ -311,7 +327,7 @@ class Lowering:
     def _emit(self, config: Any) -> Any:
         try:
             key = self._key.with_config(config)
-            if weights_digest(self._request.programs, StorageDigests()) != self._weights:
+            if weights_digest(self._request.programs, self._exports.digests()) != self._weights:
                 raise Unkeyable("weights that changed between lowering and to_executorch")
         except (Unkeyable, RecursionError) as error:
             self._tell("uncacheable", _reason(error))
@@ -397,7 +413,7 @@ class _Flights:
     def __init__(self, exports: WholeExports) -> None:
         self._exports = exports
         self._stack = ExitStack()
-        weakref.finalize(self, self._stack.close)
+        weakref.finalize(self, self._stack.close).atexit = False
 
     def enter(self, key: Digest) -> None:
         self._stack.enter_context(self._exports.flight(key))
