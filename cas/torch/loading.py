@@ -139,6 +139,9 @@ class _Keeper:
         kept: dict[str, torch.Tensor] = {}
         passed = 0
         for name, tensor in pairs:
+            if not isinstance(tensor, torch.Tensor):  # the extra state of a module
+                kept[name] = tensor
+                continue
             made = tensor if transform is None else transform(name, tensor)
             if made is not None:
                 kept[name] = self.keep(made)

@@ -243,6 +243,23 @@ def test_modules_that_load_in_their_own_way_are_let_to(writer: Writer) -> None:
         load_into(on_meta(), values, writer)
 
 
+def test_extra_state_is_passed_on(writer: Writer) -> None:
+    class Extra(Model):
+        extra: Any = None
+
+        def get_extra_state(self) -> Any:
+            return {"calls": 0}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.extra = state
+
+    with torch.device("meta"):
+        model = Extra()
+    values = {**state(), "_extra_state": {"calls": 3}}
+    load_into(model, values, writer, transform=lambda name, value: value)
+    assert model.extra == {"calls": 3}
+
+
 def test_a_full_disk_leaves_the_module_as_it_was(
     writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
