@@ -106,6 +106,7 @@ class Capture:
                 if self._actions.whole:
                     exports = WholeExports(self.store, writer, intake, self._actions, self.outcomes)
                     whole.install(patches, exports)
+                    stack.callback(exports.end)
                 stack.callback(self._note_outcomes)
             self._active = (writer, intake)
             self._stack = stack.pop_all()

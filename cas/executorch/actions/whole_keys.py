@@ -11,10 +11,12 @@ from typing import Any, Final
 import executorch
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig
 from executorch.exir.backend.backend_details import BackendDetails
+from torch._decomp import global_decomposition_table
 from torch.export import ExportedProgram
 
 from cas.digest import Digest
 from cas.executorch.actions import backends, drift, facts
+from cas.executorch.actions.encoder import KNOWN_PACKAGES
 from cas.executorch.actions.errors import Unkeyable
 from cas.executorch.actions.keys import combine
 from cas.executorch.actions.objects import ObjectEncoder
@@ -190,6 +192,7 @@ def environment(request: Request) -> dict[str, str]:
     exir = Path(next(iter(executorch.__path__))) / "exir"
     found = {**facts.fixed_facts(), **facts.ambient_facts()}
     found["sources: executorch/exir"] = tree_digest(exir).hex()
+    found["torch: decompositions of the user's"] = _foreign_decompositions()
     found = drift.FACTS.rebase(found)
     for backend in _backends(request):
         own = {**backends.fixed_facts(backend), **backends.ambient_facts(backend)}
@@ -197,6 +200,19 @@ def environment(request: Request) -> dict[str, str]:
             shared = not name.startswith("backend: ")
             found[name if shared else f"{name} of {backend.__name__}"] = value
     return found
+
+
+def _foreign_decompositions() -> str:
+    """Decompositions that code outside of torch has registered, for any operator."""
+    found = []
+    for table in global_decomposition_table.values():
+        for operator, function in table.items():
+            module = str(getattr(function, "__module__", ""))
+            if module.split(".", 1)[0] not in KNOWN_PACKAGES:
+                encoder = ObjectEncoder()
+                encoder.put(function)
+                found.append(f"{operator}={encoder.stream.digest().hex()[:16]}")
+    return " ".join(sorted(found)) or "none"
 
 
 def _backends(request: Request) -> list[Any]:
