@@ -107,7 +107,6 @@ def environment(settings: Settings, report: Report) -> None:
     )
     if settings.stand_in:
         return
-    report.check("torch sees a CUDA device", torch.cuda.is_available())
     report.add(
         cuda=torch.version.cuda,
         driver=_first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
@@ -586,7 +585,12 @@ def main() -> int:
         return 0
     report = Report(Path(path))
     try:
-        SECTIONS[name](Settings.parse(settings), report)
+        parsed = Settings.parse(settings)
+        if not (parsed.stand_in or torch.cuda.is_available()):
+            raise RuntimeError(
+                "torch finds no CUDA device; --stand-in proves this script on a machine without one"
+            )
+        SECTIONS[name](parsed, report)
     except Exception as error:
         traceback.print_exc()
         report.add(status="failed", error=f"{type(error).__name__}: {error}"[:2000])
