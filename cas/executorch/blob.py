@@ -79,6 +79,10 @@ class StoredSource:
         """Remember a digest that somebody computed from the bytes themselves."""
         self._sha256.setdefault(recipe, digest)
 
+    def known_sha256(self, recipe: Recipe) -> bytes | None:
+        """The digest, if it was computed already."""
+        return self._sha256.get(recipe)
+
     def sha256(self, recipe: Recipe) -> bytes:
         known = self._sha256.get(recipe)
         if known is None:

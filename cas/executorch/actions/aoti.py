@@ -126,4 +126,11 @@ def _gpu() -> dict[str, str]:
         "gpu: multiprocessors": str(device.multi_processor_count),
         "gpu: memory": str(device.total_memory),
         "gpu: cuda": str(torch.version.cuda),
+        "gpu: driver": _driver_version(),
     }
+
+
+def _driver_version() -> str:
+    """What torch asks the driver itself for; not all of its builds can."""
+    ask = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return "unknown" if ask is None else str(ask())

@@ -57,10 +57,12 @@ class Freezer:
     def _result(self, result: Any) -> dict[str, Json]:
         if result._delegate_info_meta is not None:
             raise Unrecordable("the backend hands over live objects (_delegate_info_meta)")
-        blob = result.processed_bytes
+        blob = self._keep(result.processed_bytes)
+        digest = content_digest(result.processed_bytes)
+        self._intake.source.learn_sha256(self.recipes[blob], digest)  # the emitter asks for it
         return {
-            "blob": self._keep(blob),
-            "blob_sha256": content_digest(blob).hex(),
+            "blob": blob,
+            "blob_sha256": digest.hex(),
             "debug_handles": freeze_handles(result.debug_handle_map),
             "store": self._store(result.data_store_output),
         }
@@ -77,15 +79,21 @@ class Freezer:
         ]
         self._stores.append(
             {
-                "buffers": [
-                    [self._keep(buffer), content_digest(buffer).hex()] for buffer in output.buffers
-                ],
+                "buffers": [self._buffer(buffer) for buffer in output.buffers],
                 "pte": _freeze_entries(output.pte_data),
                 "external": external,
             }
         )
         position = self._store_ids[id(output)] = len(self._stores) - 1
         return position
+
+    def _buffer(self, data: Any) -> list[Json]:
+        """With its SHA-256 if that is known: where it is not, nobody may ever ask for it."""
+        position = self._keep(data)
+        digest = self._intake.source.known_sha256(self.recipes[position])
+        if isinstance(data, FileBackedData) and not isinstance(data, StoredBytes):
+            digest = data._sha256
+        return [position, None if digest is None else digest.hex()]
 
     def _keep(self, data: Any) -> int:
         recipe = self._recipe(data)
@@ -204,17 +212,23 @@ class Thawer:
     def _data(self, position: Any, sha256: Any) -> bytes | StoredBytes:
         """Small data in memory, and the rest where it is."""
         recipe = self._recipes[as_int(position, "a recipe", 0, len(self._recipes) - 1)]
-        try:
-            digest = bytes.fromhex(as_text(sha256, "a SHA-256"))
-        except ValueError:
-            digest = b""
-        if len(digest) != 32:
-            raise UsageError("a SHA-256 is not one")
+        digest = None if sha256 is None else _thaw_sha256(sha256)
         writer, source = self._intake.writer, self._intake.source
         if recipe.size < max(self._intake.threshold, 1):
             return writer.read(recipe)
-        source.learn_sha256(recipe, digest)
+        if digest is not None:
+            source.learn_sha256(recipe, digest)
         return StoredBytes(source, recipe, writer.read(recipe, 0, min(PREFIX, recipe.size)))
+
+
+def _thaw_sha256(value: Any) -> bytes:
+    try:
+        digest = bytes.fromhex(as_text(value, "a SHA-256"))
+    except ValueError:
+        digest = b""
+    if len(digest) != 32:
+        raise UsageError("a SHA-256 is not one")
+    return digest
 
 
 def thaw_handles(value: Any) -> Any:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from cas.digest import Digest
+from cas.executorch.actions import places
+from cas.executorch.actions.errors import Unkeyable
 from cas.executorch.actions.stream import Stream
 
 #: Not followed from a user's module: their versions are facts.
@@ -73,10 +75,16 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 def module_digest(name: str) -> Digest:
-    """A user's module, with the user's modules that it refers to, directly or through others."""
+    """A user's module, with the modules that it refers to, the user's also through others.
+
+    Raises:
+        Unkeyable: it was typed in, so there is no source to go by.
+    """
     stream = Stream()
     found: dict[str, str] = {}
-    _follow(name, found)
+    _follow(name, found, name.split(".", 1)[0])
+    if name not in found:
+        raise Unkeyable(f"the module {name!r} has no source file")
     for module in sorted(found):
         # The module that a script is run as has another name under `python -m`, or in a test.
         stream.put_text(b"mn", Path(found[module]).name)
@@ -84,17 +92,19 @@ def module_digest(name: str) -> Digest:
     return stream.digest()
 
 
-def _follow(name: str, found: dict[str, str]) -> None:
+def _follow(name: str, found: dict[str, str], package: str) -> None:
     module = sys.modules.get(name)
     path = getattr(module, "__file__", None)
     if module is None or path is None or name in found or _is_settled(name):
         return
     found[name] = path
+    if places.portable(path).startswith("{") and name.split(".", 1)[0] != package:
+        return  # another installed package, which may refer to half of all the others
     for value in list(vars(module).values()):
         if isinstance(value, types.ModuleType):
-            _follow(value.__name__, found)
+            _follow(value.__name__, found, package)
         elif isinstance(value, (type, types.FunctionType)) and isinstance(value.__module__, str):
-            _follow(value.__module__, found)
+            _follow(value.__module__, found, package)
 
 
 def _is_settled(name: str) -> bool:

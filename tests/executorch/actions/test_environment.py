@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from cas.errors import UsageError
 from cas.executorch.actions import backends, dependencies, facts, observer, places, sources
 from cas.executorch.actions.dependencies import Dependencies
 from cas.executorch.actions.drift import Drift
-from cas.executorch.actions.errors import Unrecordable
+from cas.executorch.actions.errors import Unkeyable, Unrecordable
 from cas.executorch.actions.observer import Observed, observing
 
 # --- facts --------------------------------------------------------------------------------------
@@ -117,6 +118,12 @@ def test_a_module_is_known_with_the_modules_that_it_uses(
     assert sources.module_digest("cas_test_user") != first
     for name in ("cas_test_user", "cas_test_helper"):
         del sys.modules[name]
+
+
+def test_a_module_without_a_file_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "typed_in", types.ModuleType("typed_in"))
+    with pytest.raises(Unkeyable, match="no source file"):
+        sources.module_digest("typed_in")
 
 
 # --- places -------------------------------------------------------------------------------------

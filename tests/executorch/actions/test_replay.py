@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,22 +74,31 @@ def test_results_come_back_as_they_were(intake: Intake, handles: Any, size: int)
     assert second.data_store_output is None
 
 
-def test_large_data_stays_in_the_store_and_knows_its_sha256(intake: Intake) -> None:
-    import hashlib
-
-    (thawed,) = Thawer(intake, frozen(intake, result())).thaw()
-    small, large = thawed.data_store_output.buffers
-    assert (type(small), type(large)) == (bytes, StoredBytes)
-    assert large.sha256() == hashlib.sha256(bytes(range(256)) * 600).digest()
-    assert large.to_bytes() == bytes(range(256)) * 600
+def test_large_data_stays_in_the_store_and_knows_its_sha256(
+    intake: Intake, store: cas.Store
+) -> None:
+    blob = b"b" * 70_000
+    record = frozen(intake, result(blob))
+    intake.writer.barrier()  # type: ignore[attr-defined]
+    with store.writer() as writer:
+        other = Intake(writer)  # of another process
+        (thawed,) = Thawer(other, record).thaw()
+        small, large = thawed.data_store_output.buffers
+        assert (type(small), type(large)) == (bytes, StoredBytes)
+        assert large.to_bytes() == bytes(range(256)) * 600
+        assert large.sha256() == hashlib.sha256(bytes(range(256)) * 600).digest()
+        known = other.source.known_sha256(thawed.processed_bytes.recipe)
+        assert known == hashlib.sha256(blob).digest()
 
 
 def test_file_backed_data_is_streamed_into_the_record(intake: Intake, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"f" * 70_000)
     data = FileBackedData(str(tmp_path / "file"), cleanup=False)
+    digest = data.sha256()
     store = NamedDataStoreOutput([data], {"k": DataEntry(0, 1, None)}, {})
     (thawed,) = Thawer(intake, frozen(intake, result(data_store_output=store))).thaw()
     assert thawed.data_store_output.buffers[0].to_bytes() == b"f" * 70_000
+    assert intake.source.known_sha256(thawed.data_store_output.buffers[0].recipe) == digest
 
 
 @pytest.mark.parametrize(
