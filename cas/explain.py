@@ -125,7 +125,7 @@ def _facts(record: ActionRecord) -> Facts:
 
 
 def _flat(section: str, value: Json, name: str = "") -> Iterator[tuple[tuple[str, str], Json]]:
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict) and (value or not name):
         for key, inner in value.items():
             yield from _flat(section, inner, f"{name}.{key}" if name else key)
     else:
