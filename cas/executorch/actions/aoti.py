@@ -58,6 +58,7 @@ def ambient_facts() -> dict[str, str]:
     config: Any = importlib.import_module("torch._inductor.config")
     _check_passes(config)
     options = config.save_config_portable(ignore_private_configs=False)
+    options["aot_inductor.metadata"] = _own_metadata(options.get("aot_inductor.metadata"))
     found = {
         f"inductor: {name}": shown(_text(value))
         for name, value in options.items()
@@ -66,6 +67,13 @@ def ambient_facts() -> dict[str, str]:
     found["torch: threads"] = str(torch.get_num_threads())
     found["inductor: lowerings of the user's"] = _foreign_lowerings()
     return found
+
+
+def _own_metadata(metadata: Any) -> Any:
+    """Without what the first compile of a process enters there, about the machine."""
+    if not isinstance(metadata, Mapping):
+        return metadata
+    return {key: value for key, value in metadata.items() if not str(key).startswith("AOTI_")}
 
 
 def _text(value: Any) -> str:
