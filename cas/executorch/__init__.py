@@ -6,6 +6,7 @@ from cas.executorch.errors import (
     CaptureActive,
     CaptureEnded,
     ForeignBytes,
+    PackageIncomplete,
     SeamMismatch,
     UnsupportedVersion,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "CaptureEnded",
     "ForeignBytes",
     "LargeReadWarning",
+    "PackageIncomplete",
     "SaveResult",
     "SeamMismatch",
     "StoredBytes",

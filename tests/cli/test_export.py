@@ -447,6 +447,19 @@ def test_a_partitioner_of_ones_own(export: Callable[..., Outcome], net: Path) ->
 
 # --- what cannot be exported --------------------------------------------------------------------
 
+
+def test_backend_cuda_on_a_machine_without_cuda(export: Callable[..., Outcome], net: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    outcome = export("make", "--backend", "cuda", "--spec", "low_memory_mode=ON")
+    assert outcome.code == 5
+    assert outcome.err.startswith("cas: backend cuda ")
+    assert "GPU" in outcome.err
+    assert not (net / "out").exists()
+
+
 INVALID = {
     "bare": "gave a module without example inputs; return (module, args)",
     "nothing": "gave None; expected (module, args[, kwargs][, dynamic_shapes])",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import hashlib
 import os
@@ -122,6 +123,29 @@ def test_composes_with_the_low_memory_mode(
             assert not zeros.any()
         assert compile_fx.clone_preserve_strides is before
     assert not hooks_aoti._clones_go_to_the_host()
+
+
+class Buffered(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", BASE.clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight
+
+
+def test_a_copy_that_shares_its_tensors_stores_nothing(mapped: list[int], store: cas.Store) -> None:
+    """CudaBackend's low-memory copy enters the tensors into the memo; its other one does not."""
+    program = torch.export.export(Buffered(), (torch.ones(1),), strict=False)
+    weight = program.state_dict["weight"]
+    with capture(store, map_threshold=1) as cap:
+        shared = copy.deepcopy(program, {id(weight): weight})
+        assert shared.state_dict["weight"] is weight
+        assert (mapped, cap.counters.logical_bytes) == ([], 0)
+        private = copy.deepcopy(program).state_dict["weight"]
+        assert torch.equal(private, weight)
+        assert private.data_ptr() != weight.data_ptr()
+        assert mapped == [BASE.nbytes]
 
 
 def test_a_device_tensor_comes_to_the_host_as_a_mapping(
