@@ -131,7 +131,9 @@ def aoti_partitioner() -> Any:
         AotiOnCpu.generate_method_name_compile_spec("forward"),
         CompileSpec("max_autotune", b"ON"),
     ]
-    return AotiPartitioner("AotiOnCpu", specs)
+    partitioner = AotiPartitioner("AotiOnCpu", specs)
+    partitioner.backend = AotiOnCpu  # which ExecuTorch knows by its name, and does not hold
+    return partitioner
 
 
 def xnnpack_partitioner() -> Any:
