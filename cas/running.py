@@ -122,6 +122,7 @@ class _Session:
         self._process = os.getpid()
         self._mutex = threading.RLock()
         self._armed: list[tuple[Any, str, Any]] = []
+        self._over = False
         self._recording: Recording | None = None
         self._failure: CasError | None = None
 
@@ -137,6 +138,7 @@ class _Session:
         try:
             yield
         finally:
+            self._over = True  # the program may call later what it found armed
             watch.end()
             self._disarm()
 
@@ -172,9 +174,17 @@ class _Session:
             self._start()
             return getattr(owner, attribute)(*args, **kwargs)
 
+        # A module that was imported before the program began has passed the function on.
+        holders = [owner]
+        holders += [
+            module
+            for module in list(sys.modules.values())
+            if module is not owner and getattr(module, "__dict__", {}).get(attribute) is original
+        ]
         with self._mutex:
-            self._armed.append((owner, attribute, original))
-            setattr(owner, attribute, first)
+            for holder in holders:
+                self._armed.append((holder, attribute, original))
+                setattr(holder, attribute, first)
 
     def _disarm(self) -> None:
         while self._armed:
@@ -188,7 +198,7 @@ class _Session:
             return
         with self._mutex:
             self._disarm()
-            if self._recording is not None or self._failure is not None:
+            if self._over or self._recording is not None or self._failure is not None:
                 return
             if importlib.util.find_spec("executorch") is None:
                 return

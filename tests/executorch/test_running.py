@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from executorch.exir import EdgeProgramManager
 
 import cas
 from cas.executorch.running import ArtifactNames, name_of_stem
@@ -316,3 +318,35 @@ def test_a_process_that_uses_capture_itself_is_told(
         error = run(store, Script(str(path))).outcome.error
     assert isinstance(error, CaptureActive)
     assert run(store, Script(str(path))).outcome.error is None
+
+
+def test_what_was_armed_is_harmless_after_the_end(
+    store: cas.Store, tmp_path: Path, process_restored: None
+) -> None:
+    from cas.executorch import capture
+
+    path = tmp_path / "script.py"
+    path.write_text(
+        "from executorch.exir.program._program import to_edge_transform_and_lower as lower\n"
+    )
+    result = run(store, Script(str(path)))
+    assert result.outcome.error is None
+    lower = sys.modules["__main__"].lower  # type: ignore[attr-defined]
+    model = torch.nn.Linear(4, 4).eval()
+    edge = lower(torch.export.export(model, (torch.zeros(1, 4),)))
+    assert type(edge) is EdgeProgramManager
+    with capture(store, "free"):  # no other one is active
+        pass
+
+
+def test_a_script_run_again_has_its_export_out_of_the_store(
+    both: RunBoth, store: cas.Store
+) -> None:
+    text = "edge.to_executorch().save('model.pte')\n"
+    assert both(text).result.actions.misses == 1
+    result = run(store, Script(sys.argv[0]))
+    assert (result.actions.hits, result.actions.total) == (1, 1)
+    assert result.actions.seconds_saved > 0
+    first, second = store.manifest("model@1"), store.manifest("model@2")
+    assert (first.files, first.tensors) == (second.files, second.tensors)
+    assert second.provenance["actions"] == first.provenance["actions"]
