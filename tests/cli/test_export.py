@@ -397,6 +397,21 @@ def test_a_second_export_adds_nothing(export: Callable[..., Outcome]) -> None:
     assert (again["ref"], again["new_chunks"], again["new_bytes"]) == ("net/make@2", 0, 0)
 
 
+def test_the_same_export_again_is_not_lowered(
+    export: Callable[..., Outcome], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = export("make", "--json").json["files"][0]["blake3"]
+    assert export("make", "--json", "--no-actions").json["files"][0]["blake3"] == first
+    monkeypatch.setattr(
+        "executorch.exir.program._program._gen_edge_manager_for_partitioners",
+        lambda *_: pytest.fail("it was lowered"),
+    )
+    again = export("make", "--json").json
+    assert (again["files"][0]["blake3"], again["ref"]) == (first, "net/make@3")
+    monkeypatch.undo()
+    assert run("stats", "--json", "-v").json["action_counters"]["hits"] == 1
+
+
 def test_the_origin_is_recorded(export: Callable[..., Outcome], run: Run) -> None:
     assert export("make", "--name", "n", "--no-dim-order", "--dtype", "float16").code == 0
     document = run("show", "n", "--json").json

@@ -235,6 +235,17 @@ def test_the_report_and_quiet(both: Both, tmp_path: Path) -> None:
     assert json.loads(cas.err)["exit_code"] == 3
 
 
+def test_disabled_it_is_not_there(store_dir: Path, tmp_path: Path) -> None:
+    name = script(tmp_path, "import sys\nprint(sys.argv)\n1 / 0")
+    command = command_line("--store", store_dir, "run", name, "a")
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(CAS_DISABLE="1"), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (1, "['script.py', 'a']\n")
+    assert done.stderr.startswith("Traceback") and "cas" not in done.stderr
+    assert not store_dir.exists()
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The working directory, in a process that is not left to a script."""
@@ -251,6 +262,9 @@ def test_what_is_refused_before_the_script_begins(run: Run, here: Path, filled: 
     name = script(here, "")
     assert run("run", "--name", "../x", name).code == 2
     assert run("run", "--report", "none/report.json", name).code == 2
+    assert run("run", "--recheck", "2", name).code == 2
+    wrong = run("run", name, env={"CAS_RECHECK": "often"})
+    assert wrong.code == 2 and "CAS_RECHECK: 'often' is not a number from 0 to 1" in wrong.err
     assert run("--read-only", "run", name).code == 5
     assert run("run", "--json", "none.py").json["error"] == "ScriptNotFound"
 
