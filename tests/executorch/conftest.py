@@ -24,6 +24,9 @@ else:
     # The helper modules (export_*.py) are also what the stock process runs, by plain imports.
     sys.path.insert(0, str(HERE))
 
+#: What compiling for CUDA needs on the way: a gigabyte, most of it precompiled headers.
+SCRATCH = ("objects", "tmp", "inductor")
+
 #: The smallest chunks a store allows, so that small models have tensors of several chunks.
 CHUNK_SIZE = 64 << 10
 
@@ -129,12 +132,12 @@ def cuda_exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _export_for_cuda(out: Path, compiler: str) -> None:
     remembering = out / "g++"  # by its name torch knows what kind of compiler it is
     cache = HERE / "cxx_cache.py"
-    (out / "objects").mkdir()
+    for scratch in SCRATCH:
+        (out / scratch).mkdir()
     remembering.write_text(
         f'#!/bin/sh\nexec {sys.executable} -S -E {cache} {out / "objects"} {compiler} "$@"\n'
     )
     remembering.chmod(0o755)
-    (out / "tmp").mkdir()
     settings = {
         "CXX": str(remembering),
         "TMPDIR": str(out / "tmp"),  # for Inductor's precompiled headers
@@ -151,3 +154,5 @@ def _export_for_cuda(out: Path, compiler: str) -> None:
             stderr=subprocess.STDOUT,
             check=False,
         )
+    for scratch in SCRATCH:
+        shutil.rmtree(out / scratch)

@@ -36,7 +36,7 @@ def key_of(arguments: list[str]) -> str:
 
 def main(cache: str, command: list[str]) -> int:
     output = output_of(command)
-    if output is None:
+    if output is None or not output.endswith((".o", ".so")):  # precompiled headers are huge
         return subprocess.call(command)
     kept = os.path.join(cache, key_of(command))
     if os.path.exists(kept):
