@@ -29,6 +29,7 @@ class ProgramEncoder(Encoder):
     def __init__(self, policy: KeyPolicy = STRICT, digests: StorageDigests | None = None) -> None:
         super().__init__(policy, digests)
         self.handles = Handles(policy.handles)
+        self._skipped = policy.skipped()
         self._names: dict[str, int] = {}
         self._groups: dict[tuple[str, int], int] = {}
 
@@ -161,8 +162,7 @@ class ProgramEncoder(Encoder):
         self._put_meta(node)
 
     def _put_meta(self, node: torch.fx.Node) -> None:
-        skipped = self.policy.skipped()
-        for key in sorted(key for key in node.meta if key not in skipped):
+        for key in sorted(key for key in node.meta if key not in self._skipped):
             value = node.meta[key]
             if value is None:
                 continue
