@@ -25,6 +25,7 @@ from executorch.exir import EdgeCompileConfig
 from executorch.exir.lowered_backend_module import LoweredBackendModule
 
 from cas.digest import Digest
+from cas.executorch.actions import places
 from cas.executorch.actions.encoder import KNOWN_PACKAGES, type_name
 from cas.executorch.actions.errors import Unkeyable
 from cas.executorch.actions.operators import operator_text
@@ -32,6 +33,9 @@ from cas.executorch.actions.policy import WHOLE_EXPORT
 from cas.executorch.actions.programs import ProgramEncoder
 from cas.executorch.actions.sources import code_digest, module_digest, tree_digest
 from cas.executorch.actions.weights import StorageDigests
+
+#: An option that refers to more than this is no option, but an application.
+MAX_OBJECTS: Final = 20_000
 
 #: State that an export overwrites before it reads it, by the class that has it.
 _OVERWRITTEN: Final = {
@@ -45,7 +49,16 @@ _OVERWRITTEN: Final = {
 
 #: Of classes: what Python itself keeps there, other than ``__init__`` and the like.
 _BOOKKEEPING: Final = frozenset(
-    {"_abc_impl", "__abstractmethods__", "__dict__", "__doc__", "__module__", "__weakref__"}
+    {
+        "_abc_impl",
+        "__abstractmethods__",
+        "__dict__",
+        "__doc__",
+        "__firstlineno__",
+        "__module__",
+        "__static_attributes__",
+        "__weakref__",
+    }
 )
 
 
@@ -89,6 +102,8 @@ class ObjectEncoder(ProgramEncoder):
             if id(value) in self._open:
                 self.stream.put_text(b"cy", type_name(type(value)))
                 return
+            if len(self._known) >= MAX_OBJECTS:
+                raise Unkeyable(f"more than {MAX_OBJECTS} objects and functions")
             self._open.add(id(value))
             outer = self.aside()
             try:
@@ -203,9 +218,16 @@ class ObjectEncoder(ProgramEncoder):
             self.stream.put(b"md", module_digest(module.__name__))
 
     def _put_package(self, module: str) -> bool:
-        """Whether a module belongs to a package that is known by its version, or its sources."""
+        """Whether a module belongs to a package that is known by its version, or its sources.
+
+        Code of other installed packages is taken as it is in the files, and not followed: it could
+        lead anywhere.
+        """
         if not _is_known(module):
-            return False
+            installed = _is_installed(module)
+            if installed:
+                self.stream.put(b"md", module_digest(module))
+            return installed
         parts = module.split(".")
         if parts[0] == "executorch" and len(parts) > 1:
             part = parts[1:3] if parts[1] == "backends" else parts[1:2]
@@ -228,6 +250,11 @@ def _names(code: types.CodeType) -> set[str]:
 def _is_known(module: str) -> bool:
     top = module.split(".", 1)[0]
     return top in KNOWN_PACKAGES or (top in sys.stdlib_module_names and top != "__main__")
+
+
+def _is_installed(module: str) -> bool:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return isinstance(file, str) and places.portable(file).startswith("{site}")
 
 
 def _is_python(kind: type) -> bool:

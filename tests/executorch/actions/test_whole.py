@@ -44,8 +44,6 @@ REPLAYED = (
     "methods_xnnpack",
     "mlp_xnnpack_dynamic",
     "attention_xnnpack",
-    "mlp_two_tags",
-    "mlp_int8_dynamic_xnnpack",
 )
 
 

@@ -236,6 +236,15 @@ def test_arguments_that_fit_no_signature_are_left_to_executorch(program: Exporte
     assert Request.of(("no program",), {}) is None
 
 
+def test_an_installed_package_is_taken_as_its_files_are(program: ExportedProgram) -> None:
+    def passing(module: Any) -> Any:
+        return pytest.approx(1.0), module  # a function of pytest's, which leads to all of it
+
+    encoder = ObjectEncoder()
+    encoder.put(passing)
+    assert len(encoder._known) < 10
+
+
 KEYS = """
 import test_whole_keys as t
 program = t.program_of()
