@@ -14,6 +14,7 @@ from cas import fsio
 from cas.executorch.blob import PREFIX, RecipeReader, StoredBytes, StoredSource
 from cas.executorch.labels import Labels
 from cas.manifest import Recipe
+from cas.torch.devices import bytes_of, plain_torch
 from cas.torch.mapping import ChunkFiles
 from cas.torch.streaming import ChunkSink, Readable, memory_view, put_storage, storage_view
 
@@ -130,9 +131,8 @@ def _first_bytes(storage: torch.UntypedStorage) -> bytes:
 
 def _on_host(storage: torch.UntypedStorage, length: int) -> torch.UntypedStorage:
     """The first bytes of a storage on any device, in host memory of their own."""
-    start = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    start.set_(storage, 0, (length,), (1,))
-    return start.to("cpu", copy=True).untyped_storage()
+    with plain_torch():
+        return bytes_of(storage)[:length].to("cpu", copy=True).untyped_storage()
 
 
 def put_storage_or_literal(
