@@ -153,14 +153,12 @@ def _set_path0(entry: str, *, always: bool = False) -> None:
 def _compile(path: str) -> CodeType:
     """The code of a file; like the interpreter, also of a compiled one."""
     try:
-        with io.open_code(path) as file:
-            code = pkgutil.read_code(file)
-        if isinstance(code, CodeType):
-            return code
-        with io.open_code(path) as file:
-            return compile(file.read(), path, "exec", dont_inherit=True)
+        with io.open_code(path) as file:  # once: it may be a pipe
+            data = file.read()
     except OSError as error:
         raise ScriptNotFound(f"cannot read the script {path}: {error.strerror}") from error
+    code = pkgutil.read_code(io.BytesIO(data))
+    return code if isinstance(code, CodeType) else compile(data, path, "exec", dont_inherit=True)
 
 
 def _find_module(name: str) -> importlib.machinery.ModuleSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import py_compile
 import re
 import signal
 import subprocess
@@ -119,6 +120,15 @@ def test_modules_packages_directories_and_archives(both: Both, tmp_path: Path) -
     for form in (["-m", "package.inner"], ["-m", "package"], ["plain"], ["archive.zip"]):
         python, cas = both(*form, "-m", "1")
         assert cas.without_cas == python, form
+
+
+def test_a_compiled_script_and_one_out_of_a_pipe(both: Both, tmp_path: Path) -> None:
+    name = script(tmp_path, "import sys; print(sys.argv, __name__, sys.path[0])")
+    py_compile.compile(str(tmp_path / name), cfile=str(tmp_path / "compiled.pyc"))
+    python, cas = both("compiled.pyc", "1")
+    assert cas.without_cas == python
+    _, cas = both("/dev/stdin", "1", stdin="import sys; print(sys.argv)")
+    assert (cas.code, cas.out) == (0, "['/dev/stdin', '1']\n")
 
 
 @pytest.mark.parametrize(
