@@ -2,8 +2,9 @@
 
 A file is known by device, inode, size and both times. They change with every write, except that
 two writes within one tick of the clock leave the same times, and that writes through a shared
-mapping count only when the page was clean before. So a file is remembered only if it had not
-changed for a while when it was read, and only on filesystems that write dirty pages back.
+mapping count only when the page was clean before. So a file is remembered only if, before it was
+read, it had not changed for a while and its dirty pages were written back, and only on
+filesystems that then notice the next write to them.
 
 What is remembered saves time and is never needed: a file of it that is lost, torn or rotten is
 read again, and a wrong answer would take a file that changed without any of its times changing.
@@ -24,7 +25,7 @@ from typing import Any, Final, TypeAlias
 
 from cas import fsio
 from cas.digest import Digest
-from cas.errors import CasError, NoSpace, PermissionRefused, UsageError
+from cas.errors import CasError, UsageError
 from cas.layout import Layout
 from cas.manifest import (
     MAX_MANIFEST_BYTES,
@@ -43,7 +44,7 @@ from cas.mappings import FileRange, Mappings, is_unwritten
 
 logger = logging.getLogger(__name__)
 
-#: Linux writes a dirty page back within half a minute, and notes the next write to it then.
+#: Far more than a tick of any clock, or than clocks are usually corrected by.
 SETTLED_NS: Final = 60 * 10**9
 #: Filesystems on local disks, whose times come from this machine's clock.
 DISKS: Final = frozenset(("btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs", "zfs"))
@@ -124,6 +125,7 @@ class Sources:
         self._types: dict[int, bool] = {}
         self._known: dict[Identity, Ranges] = {}
         self._learnt: dict[Identity, Ranges] = {}
+        self._watched: set[Identity] = set()
 
     def locate(self, found: FileRange) -> Source | None:
         """The file's state, if it is a file whose state tells whether it has changed."""
@@ -152,10 +154,26 @@ class Sources:
             self._known[source.identity] = read(self._layout, source.identity)
         return self._known[source.identity].get(source.key, Known())
 
+    def watch(self, source: Source) -> bool:
+        """Whether any write to the file from now on will show; asked before the range is read.
+
+        Its dirty pages are written back for that: the next write to one of them counts then.
+        """
+        if source.identity not in self._watched:
+            if not source.identity.is_settled(self._now()):
+                return False
+            try:
+                fsio.sync_path(Path(source.range.path))
+            except OSError:
+                return False
+            if self.locate(source.range) != source:
+                return False
+            self._watched.add(source.identity)
+        return True
+
     def learn(self, source: Source, known: Known) -> None:
-        """Remember it of a range, if its file did not change before, or meanwhile."""
-        again = self.locate(source.range)
-        if again == source and source.identity.is_settled(self._now()):
+        """Remember it of a range that `watch` said yes to, if its file did not change meanwhile."""
+        if self.locate(source.range) == source:
             joined = self.recall(source).joined(known)
             self._known[source.identity][source.key] = joined
             self._learnt.setdefault(source.identity, {})[source.key] = joined
@@ -212,18 +230,23 @@ class MappedSources:
         with self._mutex:
             return self._sources.recall(source)
 
+    def watch(self, source: Source) -> Source | None:
+        """What can be learnt of after the range was read, which is about to be; None if not."""
+        with self._mutex:
+            return source if self._sources.watch(source) else None
+
     def learn(self, source: Source, known: Known) -> None:
-        """Remember it, if neither the file nor the memory changed meanwhile."""
+        """Remember it of what `watch` gave, unless the file or the memory changed meanwhile."""
         with self._mutex:
             if is_unwritten(source.range):
                 self._sources.learn(source, known)
 
     def save(self, staging: Path) -> None:
-        """Write down what was learnt; a full disk loses it, and nothing else."""
+        """Write down what was learnt; an error loses it, and nothing else."""
         try:
             with self._mutex:
                 self._sources.save(staging)
-        except (NoSpace, PermissionRefused) as error:
+        except (CasError, OSError) as error:
             logger.info("what is known of files was not saved: %s", error)
 
 

@@ -100,6 +100,7 @@ class Writer:
             known = self._mapped.recall(source).recipe
             if known is not None and self._ingest.recall(known):
                 return known
+            source = self._mapped.watch(source)
         recipe = self._ingest.put(view)
         if source is not None:
             self._mapped.learn(source, Known(recipe=recipe))
@@ -121,6 +122,7 @@ class Writer:
             known = self._mapped.recall(source).digest
             if known is not None:
                 return known
+            source = self._mapped.watch(source)
         digest = Digest.of_stream((view,))
         if source is not None:
             self._mapped.learn(source, Known(digest=digest))
@@ -366,9 +368,11 @@ class Writer:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            if self._lease.is_mine:
-                self._mapped.save(self._context.layout.staging(self._lease.id))
-            self._ingest.close()
+            try:
+                if self._lease.is_mine:
+                    self._mapped.save(self._context.layout.staging(self._lease.id))
+            finally:
+                self._ingest.close()
 
 
 def _holds(path: Path, data: bytes) -> bool:

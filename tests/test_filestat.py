@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import time
@@ -262,6 +263,59 @@ def test_a_file_changed_a_moment_ago_is_read_again(
         put(store, file)
         put(store, file)
     assert reads == [SIZE, SIZE]
+
+
+@on_disk
+def test_a_page_that_stays_dirty_while_it_is_read_does_not_hide_a_write(
+    store: Store, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Ingest.put
+    other = Mapped(file, mmap.MAP_SHARED)
+    other.view[4096:4099] = b"one"  # the times of the file change now
+
+    def put_and_write(self: Ingest, data: memoryview) -> Recipe:
+        recipe = real(self, data)
+        other.view[4096:4099] = b"two"  # and would not now, were the page still dirty
+        return recipe
+
+    monkeypatch.setattr(Ingest, "put", put_and_write)
+    assert put(store, file)[4096:4099] == b"one"
+    assert put(store, file)[4096:4099] == b"two"
+    other.close()
+
+
+@on_disk
+def test_a_file_must_have_settled_before_it_is_read(
+    tmp_path: Path, file: Path, reads: list[int]
+) -> None:
+    now = time.time()
+    with open_store(tmp_path / "store", chunk_size=1 << 20, clock=lambda: now) as store:
+        real = Ingest.put
+
+        def slow(self: Ingest, data: memoryview) -> Recipe:
+            nonlocal now
+            now += LATER
+            return real(self, data)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Ingest, "put", slow)
+            put(store, file)
+        put(store, file)
+        put(store, file)
+    assert len(reads) == 2
+
+
+@on_disk
+def test_any_error_while_saving_loses_what_was_learnt_and_nothing_else(
+    store: Store, file: Path, reads: list[int]
+) -> None:
+    def broken(operation: str, path: Path | str) -> None:
+        if "source-" in str(path):
+            raise OSError(errno.EIO, "Input/output error")
+
+    with step_hook(broken):
+        assert put(store, file) == DATA
+    assert put(store, file) == DATA and len(reads) == 2
 
 
 @on_disk
