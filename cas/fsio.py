@@ -107,7 +107,11 @@ def create_begun(path: Path, data: Buffer, *, mode: int) -> int:
     Returns a descriptor for `end_write_out`, which the caller closes.
     """
     fd = _create(path, data, mode, False)
-    begin_write_out(fd, 0, 0)
+    try:
+        begin_write_out(fd, 0, 0)
+    except BaseException:
+        _discard(fd, path)
+        raise
     return fd
 
 
@@ -121,11 +125,15 @@ def _create(path: Path, data: Buffer, mode: int, sync: bool) -> int:
             step("sync", path)
             os.fdatasync(fd)
     except BaseException:
-        os.close(fd)
-        with contextlib.suppress(OSError):  # the first error is the one to report
-            os.unlink(path)
+        _discard(fd, path)
         raise
     return fd
+
+
+def _discard(fd: int, path: Path) -> None:
+    os.close(fd)
+    with contextlib.suppress(OSError):  # the first error is the one to report
+        os.unlink(path)
 
 
 def append(path: Path, lines: bytes, *, mode: int) -> None:

@@ -8,7 +8,6 @@ are; a stream is read into a ring of buffers, so the memory held does not depend
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import os
 import queue
@@ -44,6 +43,8 @@ WRITE_OUT_EACH = 256 << 10
 #: Bytes that may be on their way to the disk: enough to keep it busy while others hash, few enough
 #: that a memory limit does not stop the writing.
 WRITING_BYTES = 64 << 20
+#: The same in files: each takes a descriptor, of which a process may have no more than 1024.
+WRITING_FILES = 64
 #: Chunks hashed before the index is asked about them, all at once.
 LOOKUP_CHUNKS = 8
 #: Pieces staged after which they are published too: the mutex is held for each of them.
@@ -79,13 +80,19 @@ class Counters:
 
 
 class WriteBehind:
-    """Files on their way to the disk: beyond ``limit`` bytes, who adds one waits for the oldest."""
+    """Files on their way to the disk: beyond the limits, who adds one waits for the oldest.
 
-    def __init__(self, limit: int) -> None:
+    ``limit`` is in bytes; at most ``files`` descriptors are kept open besides.
+    """
+
+    def __init__(self, limit: int, files: int) -> None:
         self._limit = limit
-        self._mutex = threading.Lock()
+        self._most = files
+        self._changed = threading.Condition()
         self._files: deque[tuple[int, int]] = deque()
         self._bytes = 0
+        self._awaited = 0
+        self._error: OSError | None = None
 
     def add(self, fd: int, size: int) -> None:
         """Take over a descriptor from `fsio.create_begun`.
@@ -93,33 +100,53 @@ class WriteBehind:
         Raises:
             OSError: this or an older file could not be written.
         """
-        with self._mutex:
+        with self._changed:
             self._files.append((fd, size))
             self._bytes += size
-        self._wait(self._limit)
+        self._wait(self._limit, self._most)
 
     def drain(self) -> None:
-        """Wait for all; raises as `add` does."""
-        self._wait(0)
+        """Wait for all, also for those that other threads wait for.
+
+        Raises:
+            OSError: a file could not be written, now or at any time before.
+        """
+        self._wait(0, 0)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._awaited)
+            if self._error is not None:
+                raise self._error
 
     def close(self) -> None:
         """Wait for none."""
-        with self._mutex:
+        with self._changed:
             files, self._files, self._bytes = self._files, deque(), 0
         for fd, _ in files:
             os.close(fd)
 
-    def _wait(self, limit: int) -> None:
+    def _wait(self, limit: int, most: int) -> None:
         while True:
-            with self._mutex:
-                if self._bytes <= limit or not self._files:
+            with self._changed:
+                if self._bytes <= limit and len(self._files) <= most:
                     return
                 fd, size = self._files.popleft()
                 self._bytes -= size
-            try:
-                fsio.end_write_out(fd)
-            finally:
-                os.close(fd)
+                self._awaited += 1
+            self._end(fd)
+
+    def _end(self, fd: int) -> None:
+        failed: OSError | None = None
+        try:
+            fsio.end_write_out(fd)
+        except OSError as error:
+            failed = error
+            raise
+        finally:
+            os.close(fd)
+            with self._changed:
+                self._error = self._error or failed
+                self._awaited -= 1
+                self._changed.notify_all()
 
 
 class Ingest:
@@ -137,13 +164,14 @@ class Ingest:
         self._mutex = threading.Lock()
         self._telling = threading.Lock()
         self._buffers = Buffers()
-        self._writing = WriteBehind(WRITING_BYTES)
+        self._writing = WriteBehind(WRITING_BYTES, WRITING_FILES)
         self._broken: OSError | None = None
         self._publishing = threading.Lock()
         self._settled: dict[Digest, int] = {}
         self._running: dict[Digest, Future[None]] = {}
         self._staged: dict[Digest, int] = {}
         self._staged_bytes = 0
+        self._renamed_into: set[Path] = set()
         self._counters = Counters()
         self._zero_digests: dict[int, Digest] = {}
 
@@ -401,8 +429,9 @@ class Ingest:
             if len(view) < WRITE_OUT_EACH:
                 fsio.create_file(path, view, mode=mode, sync=False)
                 return
+            self._require_unbroken()
             fd = fsio.create_begun(path, view, mode=mode)
-            with self._breaking(()):
+            with self._breaking():
                 self._writing.add(fd, len(view))
 
     def _copy_and_write(self, digest: Digest, view: memoryview, path: Path) -> None:
@@ -436,7 +465,7 @@ class Ingest:
             with self._mutex:
                 batch = dict(self._staged)
                 self._staged_bytes = 0
-            if not batch:
+            if not batch and not self._renamed_into:
                 return
             with fsio.os_errors(self._layout.root):
                 self._sync(batch)
@@ -444,26 +473,27 @@ class Ingest:
             self._buffers = Buffers()  # what follows, an assembly perhaps, has buffers of its own
         self._published()
 
+    def _require_unbroken(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
     @contextlib.contextmanager
-    def _breaking(self, but: tuple[int, ...]) -> Iterator[None]:
-        """An `OSError` in the block, with another number than ``but``, ends all publishing.
+    def _breaking(self) -> Iterator[None]:
+        """An `OSError` in the block ends all publishing, also one that says that the disk is full.
 
         After a failed sync the kernel may count the lost pages as clean, so a second one can
         succeed without having written them.
         """
-        if self._broken is not None:
-            raise self._broken
         try:
             yield
         except OSError as error:
-            if error.errno not in but:
-                self._broken = error
+            self._broken = error
             raise
 
     def _sync(self, batch: dict[Digest, int]) -> None:
-        with self._breaking(()):
+        self._require_unbroken()
+        with self._breaking():
             self._writing.drain()
-        with self._breaking((errno.ENOSPC, errno.EDQUOT)):
             small = sum(size < WRITE_OUT_EACH for size in batch.values())
             if small >= SYNCFS_FILES:
                 fsio.sync_filesystem(self._layout.tmp)
@@ -476,11 +506,15 @@ class Ingest:
         with self._context.index.write() as txn:
             for digest, size in batch.items():
                 target = self._layout.chunk(digest)
+                # Kept until it is synced: if this fails, another try must not leave it out.
+                self._renamed_into.add(target.parent)
                 fsio.rename(self._layout.staged(self._lease.id, digest), target)
                 with self._mutex:
                     del self._staged[digest]
                 txn.put(digest, Entry(size, now, 0))
-            fsio.sync_directories(self._layout.chunk(digest).parent for digest in batch)
+            with self._breaking():
+                fsio.sync_directories(self._renamed_into)
+            self._renamed_into.clear()
 
     def close(self) -> None:
         """Stop the threads; what they have begun is finished first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import mmap
+import os
 import threading
 import tracemalloc
 from pathlib import Path
@@ -20,12 +21,13 @@ from cas.errors import (
     ChunkMissing,
     Damaged,
     InvalidName,
+    NoSpace,
     SourceChanged,
     UsageError,
 )
 from cas.manifest import ZeroPart
 from cas.progress import Silent
-from cas.testing import recorded_steps
+from cas.testing import recorded_steps, step_hook
 from cas.testing.damage import flip_bit, truncate
 from cas.testing.stores import (
     CHUNK,
@@ -496,6 +498,108 @@ def test_a_failed_sync_is_not_tried_again_and_believed(
         with pytest.raises(OSError, match="lost"):
             writer.barrier()
     assert chunk_files(store) == []
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_chunk_that_could_not_be_written_out_ends_all_publishing(
+    store: Store, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(ingest, "WRITE_OUT_EACH", 1)
+    with store.context.index.write():
+        pass  # now it is open
+    before = set(os.listdir("/proc/self/fd"))
+
+    def fail(fd: int) -> None:
+        raise OSError(number, "lost")
+
+    with store.writer() as writer:
+        writer.put(contents(1, CHUNK))
+        with monkeypatch.context() as patch:
+            patch.setattr(fsio, "end_write_out", fail)
+            with pytest.raises((OSError, NoSpace)):
+                writer.barrier()
+        opened = set(os.listdir("/proc/self/fd"))
+        for seed in (2, 3):
+            with pytest.raises((OSError, NoSpace)):
+                writer.put(contents(seed, CHUNK))
+        assert set(os.listdir("/proc/self/fd")) == opened
+        with pytest.raises((OSError, NoSpace)):
+            writer.barrier()
+    assert chunk_files(store) == []
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_barrier_waits_for_what_another_thread_waits_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(fd: int) -> None:
+        begun.set()
+        assert go_on.wait(10)
+        raise OSError(errno.EIO, "lost")
+
+    monkeypatch.setattr(fsio, "end_write_out", slow)
+    writing = ingest.WriteBehind(limit=0, files=0)
+    first: list[OSError] = []
+
+    def add() -> None:
+        try:
+            writing.add(os.open(tmp_path, os.O_RDONLY), 1)
+        except OSError as error:
+            first.append(error)
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    assert begun.wait(10)
+    threading.Timer(0.05, go_on.set).start()
+    with pytest.raises(OSError, match="lost"):
+        writing.drain()
+    thread.join()
+    assert len(first) == 1
+
+
+def test_only_so_many_files_are_open_on_their_way_to_the_disk(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    writing = ingest.WriteBehind(limit=1 << 20, files=3)
+    for number in range(9):
+        writing.add(fsio.create_begun(tmp_path / f"{number}", b"x", mode=0o600), 1)
+    assert len(os.listdir("/proc/self/fd")) == before + 3
+    writing.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_write_out_that_cannot_begin_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(fsio, "begin_write_out", fail)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="full"):
+        fsio.create_begun(tmp_path / "f", b"x", mode=0o600)
+    assert os.listdir("/proc/self/fd") == before and not list(tmp_path.iterdir())
+
+
+def test_another_try_to_publish_makes_the_names_of_the_first_durable(store: Store) -> None:
+    def full(operation: str, path: Path | str) -> None:
+        if operation == "rename":
+            renamed.append(Path(path))
+            if len(renamed) == 2:
+                raise OSError(errno.ENOSPC, "full")
+
+    renamed: list[Path] = []
+    with store.writer() as writer:
+        recipe = writer.put(contents(1, 3 * CHUNK))
+        with step_hook(full), pytest.raises(NoSpace):
+            writer.barrier()
+        with recorded_steps() as steps:
+            writer.commit("m", {"f": recipe})
+    assert ("sync", str(renamed[0].parent)) in steps
+    linked = [operation for operation, _ in steps].index("link")
+    assert steps.index(("sync", str(renamed[0].parent))) < linked
+    assert_sound(store)
 
 
 def test_a_progress_may_ask_the_writer_how_far_it_is(store: Store) -> None:
