@@ -204,6 +204,12 @@ class Ingest:
         """The bytes of what was put, in order; see `cas.reading.stream`."""
         return reading.stream(recipe, self.path_of, self._pool, self._context.workers)
 
+    def forget(self, digest: Digest) -> None:
+        """Ask the index about a chunk again when it is put next, unless it is only staged."""
+        with self._mutex:
+            if digest not in self._staged:
+                self._settled.pop(digest, None)
+
     # --- taking bytes in ------------------------------------------------------------------------
 
     def put(self, data: Buffer) -> Recipe:

@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cas import fsio, leases, refs
+from cas import damage, fsio, leases, refs
 from cas.context import Context
 from cas.digest import Digest
 from cas.errors import CasError, RefNotFound
 from cas.layout import parse_digest_name
 from cas.store import Store
-from cas.verify import is_good
 
 _RECORD = "action-"
 
@@ -101,7 +100,7 @@ def _files(context: Context) -> Iterator[tuple[Path, int]]:
 
 
 def _why_not_needed(context: Context, digest: Digest, needs: _Needs) -> str | None:
-    if is_good(context, digest):
+    if damage.is_good(context, digest):
         return "a good copy is back"
     return None if needs.why(digest) else "nothing needs it"
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from cas import actions, chunkfiles, fsio, refs
+from cas import actions, chunkfiles, damage, fsio, refs
 from cas.context import Context
 from cas.digest import Digest
 from cas.errors import CasError, ChunkError, ChunkMissing, RefNotFound
@@ -110,7 +110,7 @@ def _check_chunks(
 ) -> _Found:
     progress.start("verify", sum(size for _, size in todo))
     deadline = None if max_duration is None else context.clock() + max_duration
-    confirm, stamp = (_is_damaged, _no_stamp) if report_only else (_quarantine, _stamp)
+    confirm, stamp = (damage.is_damaged, _no_stamp) if report_only else (damage.set_aside, _stamp)
     found = _Found()
     good: dict[Digest, int] = {}
     seen = 0
@@ -170,7 +170,7 @@ def _hash_all(
                     break
                 if len(window) >= 2 * context.workers:
                     yield _result(*window.popleft())
-                window.append((digest, size, pool.submit(_check_one, context, digest, size)))
+                window.append((digest, size, pool.submit(damage.find, context, digest, size)))
             while window:
                 yield _result(*window.popleft())
         finally:
@@ -182,48 +182,6 @@ def _result(
     digest: Digest, size: int, future: Future[ChunkError | None]
 ) -> tuple[Digest, int, ChunkError | None]:
     return digest, size, future.result()
-
-
-def _check_one(context: Context, digest: Digest, size: int) -> ChunkError | None:
-    path = context.layout.chunk(digest)
-    if size > context.chunk_size:  # before memory is asked for
-        return chunkfiles.damaged(digest, path, f"it has {size} bytes, more than a chunk can")
-    try:
-        chunkfiles.read_into(path, digest, size, memoryview(bytearray(size)))
-    except ChunkError as error:
-        return error
-    return None
-
-
-def is_good(context: Context, digest: Digest) -> bool:
-    """Whether the chunk is there and its bytes are what the digest says."""
-    size = chunkfiles.size_on_disk(context.layout.chunk(digest))
-    return size is not None and _check_one(context, digest, size) is None
-
-
-def _is_damaged(context: Context, digest: Digest) -> bool:
-    """Whether a chunk is still there, and still damaged: a writer may have replaced it."""
-    size = chunkfiles.size_on_disk(context.layout.chunk(digest))
-    return size is not None and _check_one(context, digest, size) is not None
-
-
-def _quarantine(context: Context, digest: Digest) -> bool:
-    """Set a chunk aside if it is still damaged now that nobody can replace it."""
-    path = context.layout.chunk(digest)
-    with context.index.write() as txn:
-        actual = chunkfiles.size_on_disk(path)
-        if actual is None:
-            return False
-        error = _check_one(context, digest, actual)
-        entry = txn.get(digest)
-        if error is None:  # another writer stored it afresh, or only the entry was wrong
-            if entry is None or entry.size != actual:
-                txn.put(digest, Entry(actual, context.now(), context.now()))
-            return False
-        txn.delete(digest)
-        fsio.rename(path, context.layout.quarantined(digest))
-        fsio.sync_directories([path.parent, context.layout.quarantine])
-    return True
 
 
 def _stamp(context: Context, good: dict[Digest, int]) -> None:

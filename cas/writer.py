@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cas import actions, chunkfiles, fsio, refs
+from cas import actions, chunkfiles, damage, fsio, refs
 from cas.actions import Lookup
 from cas.assemble import assembling
 from cas.context import Context
 from cas.digest import Digest
-from cas.errors import UsageError
+from cas.errors import CasError, ChunkDamaged, UsageError
 from cas.filestat import Known, MappedSources, Sources
 from cas.index import Entry
 from cas.ingest import BARRIER_CHUNKS, Counters, Ingest, Piece, Readable, as_bytes
@@ -36,6 +37,8 @@ from cas.refs import Ref
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +163,14 @@ class Writer:
     def stream(self, recipe: Recipe) -> Iterator[memoryview]:
         """The recipe's bytes in order, in pieces; each is valid until the next is asked for.
 
+        A damaged chunk is set aside as `cas verify` does, so that it is written again when its
+        bytes are put next, by this writer or another.
+
         Raises:
             ChunkMissing, ChunkDamaged
         """
         self._require_open()
-        return self._ingest.stream(recipe)
+        return self._stream(recipe)
 
     def read(self, recipe: Recipe, offset: int = 0, length: int | None = None) -> bytes:
         """``length`` bytes from ``offset`` on (to the end without ``length``), in memory.
@@ -227,7 +233,10 @@ class Writer:
             digests = {**known, **self._checksums(unknown)}
             commit = self._record(name, recipes, digests, tensors, provenance)
         else:
-            with assembling(self._context, recipes, Path(directory), self._progress) as assembly:
+            with (
+                self._setting_aside(),
+                assembling(self._context, recipes, Path(directory), self._progress) as assembly,
+            ):
                 digests = {
                     file: assembly.write_hashed(file, recipe) for file, recipe in recipes.items()
                 }
@@ -296,6 +305,24 @@ class Writer:
     def _require_open(self) -> None:
         if self._closed:
             raise UsageError("this writer is closed; use it inside its `with` block")
+
+    def _stream(self, recipe: Recipe) -> Iterator[memoryview]:
+        with self._setting_aside():
+            yield from self._ingest.stream(recipe)
+
+    @contextlib.contextmanager
+    def _setting_aside(self) -> Iterator[None]:
+        """Set the chunk of a `ChunkDamaged` aside: of the right size, it would count as known."""
+        try:
+            yield
+        except ChunkDamaged as error:
+            digest = Digest.parse(error.digest)
+            try:
+                if damage.set_aside(self._context, digest):
+                    self._ingest.forget(digest)
+            except (CasError, OSError) as failed:
+                logger.warning("chunk %s could not be set aside: %s", digest, failed)
+            raise
 
     def _checksums(self, recipes: Mapping[str, Recipe]) -> dict[str, Digest]:
         self._progress.start("checksum", sum(recipe.size for recipe in recipes.values()))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cas import Digest, Store, stats, verify
+from cas import Digest, Store, damage, stats, verify
 from cas.errors import CasError, ChunkDamaged
 from cas.index import Entry
 from cas.testing import forked
@@ -199,17 +199,17 @@ def test_the_least_recently_verified_come_first(store: Store, clock: Clock) -> N
     clock.now += 100
     commit(store, "new", contents(9, 50))
     seen: list[int] = []
-    real = verify._check_one
+    real = damage.find
 
     def check(context: object, digest: Digest, size: int) -> object:
         seen.append(size)
         return real(context, digest, size)  # type: ignore[arg-type]
 
-    verify._check_one = check  # type: ignore[assignment]
+    damage.find = check  # type: ignore[assignment]
     try:
         verify.verify(store)
     finally:
-        verify._check_one = real
+        damage.find = real
     assert seen[0] == 50
 
 
@@ -264,7 +264,7 @@ def test_a_chunk_replaced_while_it_is_being_checked_is_not_set_aside(store: Stor
     victim = shared_chunk(store)
     good = victim.read_bytes()
     flip_bit(victim)
-    real = verify._check_one
+    real = damage.find
 
     def check(context: object, digest: Digest, size: int) -> object:
         found = real(context, digest, size)  # type: ignore[arg-type]
@@ -272,11 +272,11 @@ def test_a_chunk_replaced_while_it_is_being_checked_is_not_set_aside(store: Stor
             victim.write_bytes(good)  # a writer that just stored it afresh
         return found
 
-    verify._check_one = check  # type: ignore[assignment]
+    damage.find = check  # type: ignore[assignment]
     try:
         report = verify.verify(store)
     finally:
-        verify._check_one = real
+        damage.find = real
     assert report.clean and victim.exists()
 
 

@@ -25,7 +25,7 @@ from cas.errors import (
     SourceChanged,
     UsageError,
 )
-from cas.manifest import ZeroPart
+from cas.manifest import ChunkPart, ZeroPart
 from cas.progress import Silent
 from cas.testing import recorded_steps, step_hook
 from cas.testing.damage import flip_bit, truncate
@@ -307,6 +307,39 @@ def test_a_chunk_damaged_before_the_commit_is_never_recorded(store: Store) -> No
         with pytest.raises(ChunkDamaged):
             writer.commit("a", {"f": recipe})
     assert list(store.refs()) == []
+
+
+def test_a_damaged_chunk_that_is_read_is_set_aside_and_written_by_the_next_put(
+    store: Store, root: Path
+) -> None:
+    data = contents(1, 3 * CHUNK)
+    commit(store, "m", data)
+    (hurt, *_) = chunk_files(store)
+    flip_bit(hurt, 1000)
+    with store.writer() as writer:
+        recipe = writer.put(data)  # all of it is known
+        with pytest.raises(ChunkDamaged):
+            writer.read(recipe)
+        assert (store.context.layout.quarantine / hurt.name).exists() and not hurt.exists()
+        assert writer.put(data) == recipe and writer.read(recipe) == data
+        writer.commit("again", {"f": recipe})
+    flip_bit(hurt, 1000)
+    with store.writer() as writer:
+        with pytest.raises(ChunkDamaged):
+            writer.commit("again", {"f": writer.put(data)}, directory=root / "out")
+        writer.commit("again", {"f": writer.put(data)}, directory=root / "out")
+    assert_sound(store)
+
+
+def test_a_chunk_that_is_good_after_all_stays(store: Store) -> None:
+    data = contents(1, CHUNK)
+    with store.writer() as writer:
+        (part,) = writer.put(data).chunks()
+        writer.barrier()
+        wrong = Recipe((ChunkPart.whole(part.digest, CHUNK - 1),))  # the size is
+        with pytest.raises(ChunkDamaged):
+            writer.read(wrong)
+    assert len(chunk_files(store)) == 1 and not any(store.context.layout.quarantine.iterdir())
 
 
 def test_a_damaged_manifest_is_written_afresh_by_the_same_commit(store: Store, root: Path) -> None:
