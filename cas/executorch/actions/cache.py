@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -145,6 +144,8 @@ class DelegateActions:
                 unit.key = self._key(unit, digests)
             except Unkeyable as error:
                 self._tell("uncacheable", unit, error.reason)
+            except Exception as error:
+                self._tell_failure(unit, "making a key failed", error)
         self.outcomes.key_seconds += self._clock() - started
 
     def _key(self, unit: _Unit, digests: StorageDigests) -> ActionKey:
@@ -288,9 +289,19 @@ class DelegateActions:
             reason = "the record could not be written"
             self._tell("uncacheable", unit, reason, str(error), seconds)
             return False
+        except Exception as error:
+            self._tell_failure(unit, "recording failed", error, seconds)
+            return False
         return True
 
     # --- telling --------------------------------------------------------------------------------
+
+    def _tell_failure(
+        self, unit: _Unit, reason: str, error: Exception, seconds: float = 0.0
+    ) -> None:
+        """A mistake of ours, on a program like no other, must not end an export without us."""
+        logger.warning("%s of %s", reason, unit.label, exc_info=error)
+        self._tell("uncacheable", unit, f"{reason} ({type(error).__name__})", str(error), seconds)
 
     def _tell(
         self, outcome: Outcome, unit: _Unit, reason: str = "", detail: str = "", seconds: float = 0
@@ -391,4 +402,3 @@ def scratch_directories() -> Iterator[Path]:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     yield Path(os.path.realpath(cache_dir()))
-    yield Path(os.path.realpath(tempfile.gettempdir())) / "torchinductor_"

@@ -87,6 +87,7 @@ PROCESS_VARIABLES: Final = frozenset(
         "LANG",
         "LC_ALL",
         "LINES",
+        "LNAME",
         "LOGNAME",
         "NO_COLOR",
         "OLDPWD",

@@ -250,6 +250,28 @@ def test_what_cannot_be_kept_is_compiled_each_time_and_named(
     assert store.actions.tally().uncacheable == {next(iter(outcomes.uncacheable)): 2}
 
 
+@pytest.mark.parametrize("broken", ["action_key", "check_relocatable"])
+def test_a_mistake_of_the_cache_does_not_end_an_export(
+    broken: str,
+    programs: tuple[ExportedProgram, ...],
+    store: cas.Store,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise ZeroDivisionError("never thought of")
+
+    methods = {"m": [programs[0]]}
+    expected = stock("Plain", methods)
+    monkeypatch.setattr(cache, broken, fail)
+    results, outcomes = compile_with(store, "Plain", methods)
+    assert results == expected
+    (reason,) = outcomes.uncacheable
+    assert "ZeroDivisionError" in reason
+    assert "never thought of" in outcomes.notes()[0]
+    assert "ZeroDivisionError" in caplog.text  # with a traceback, for whoever repairs it
+
+
 # --- liars --------------------------------------------------------------------------------------
 
 
