@@ -72,7 +72,7 @@ def llm(directory: Path) -> list[str]:
         LLM, "base.model_class=llama3", f"base.checkpoint={directory / 'model.pth'}",
         f"base.params={directory / 'params.json'}", "model.use_kv_cache=true",
         "export.max_seq_length=32", "export.max_context_length=32",
-        "export.output_name=tiny.pte", "backend.xnnpack.enabled=true",
+        "export.output_name=tiny.pte",
     ]  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def llm(directory: Path) -> list[str]:
 def test_executorchs_own_scripts(tmp_path: Path) -> None:
     env = environment(tmp_path)
     (tmp_path / "params.json").write_text(json.dumps(PARAMETERS))
-    commands = [[AOT, "-m", "linear", "-q"], llm(tmp_path)]
+    commands = [[AOT, "-m", "linear"], llm(tmp_path)]
     stock = python("-c", STOCK, json.dumps(commands), cwd=tmp_path, env=env)
     assert stock.returncode == 0, stock.stderr
     stored = tmp_path / "stored"
@@ -96,7 +96,7 @@ def test_executorchs_own_scripts(tmp_path: Path) -> None:
         assert "cas: " not in ran.stderr
         for artifact in json.loads(report.read_text())["artifacts"]:
             refs[artifact["ref"]] = [file["path"] for file in artifact["files"]]
-    names = {"linear_xnnpack_q8": "linear_xnnpack_q8.pte", "tiny": "tiny.pte"}
+    names = {"linear_xnnpack_fp32": "linear_xnnpack_fp32.pte", "tiny": "tiny.pte"}
     assert refs == {f"{ref}@1": [str(stored / file)] for ref, file in names.items()}
     with cas.Store.open(tmp_path / "store") as store:
         assert verify(store).clean
