@@ -104,16 +104,16 @@ def run(
         CasError: the program succeeded, and then what it wrote could not be recorded.
     """
     started = clock()
-    session = _Session(store, options or RunOptions())
-    with session.armed():
+    under_way = _Run(store, options or RunOptions())
+    with under_way.armed():
         outcome = execute(script)
-    if not session.is_here():
+    if not under_way.is_here():
         return RunResult(outcome, in_child=True)
-    recorded, unwritten = session.finish(record=outcome.succeeded)
-    return RunResult(outcome, recorded, unwritten, session.actions(), clock() - started)
+    recorded, unwritten = under_way.finish(record=outcome.succeeded)
+    return RunResult(outcome, recorded, unwritten, under_way.actions(), clock() - started)
 
 
-class _Session:
+class _Run:
     """Starts recording at the first export, in whichever thread makes it."""
 
     def __init__(self, store: Store, options: RunOptions) -> None:

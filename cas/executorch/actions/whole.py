@@ -121,8 +121,8 @@ class WholeExports:
         try:
             key = lowering_key(request, digests)
             weights = weights_digest(request.programs, digests)
-        except (Unkeyable, RecursionError) as error:
-            self.tell("uncacheable", request.label, _reason(error))
+        except Exception as error:
+            self.tell("uncacheable", request.label, *reasons(error, "making a key failed"))
             return call()
         finally:
             self.outcomes.key_seconds += self._clock() - started
@@ -329,8 +329,8 @@ class Lowering:
             key = self._key.with_config(config)
             if weights_digest(self._request.programs, self._exports.digests()) != self._weights:
                 raise Unkeyable("weights that changed between lowering and to_executorch")
-        except (Unkeyable, RecursionError) as error:
-            self._tell("uncacheable", _reason(error))
+        except Exception as error:
+            self._tell("uncacheable", *reasons(error, "making a key failed"))
             return self.lower().to_executorch(config)
         found = self._exports.find(key)
         if found.contents is None and self._real is None:
@@ -387,12 +387,9 @@ class Lowering:
         try:
             made = self._exports.contents(program)
             self._exports.record(self._request, self._key, key, self._work, made)
-        except Unrecordable as error:
-            self._tell("uncacheable", error.reason, key=key, seconds=self._work.seconds)
-            return False
-        except CasError as error:
-            reason = "the record could not be written"
-            self._tell("uncacheable", reason, str(error), key, self._work.seconds)
+        except Exception as error:
+            reason, detail = reasons(error, "the record could not be written")
+            self._tell("uncacheable", reason, detail, key, self._work.seconds)
             return False
         return True
 
@@ -456,5 +453,16 @@ class Found:
     seconds: float = 0.0
 
 
-def _reason(error: Unkeyable | RecursionError) -> str:
-    return error.reason if isinstance(error, Unkeyable) else "objects nested too deeply"
+def reasons(error: Exception, what: str) -> tuple[str, str]:
+    """Why something is not kept: the reason, and which thing it is about.
+
+    A mistake of ours, on a program like no other, must not end an export that is none of its own.
+    """
+    if isinstance(error, (Unkeyable, Unrecordable)):
+        return error.reason, ""
+    if isinstance(error, RecursionError):
+        return "objects nested too deeply", ""
+    if not isinstance(error, CasError):
+        logger.warning("%s", what, exc_info=error)
+        what = f"{what} ({type(error).__name__})"
+    return what, str(error)

@@ -338,6 +338,23 @@ def test_what_an_export_reads_is_checked_on_a_hit(
     assert run() == [("hit", "")]
 
 
+@pytest.mark.parametrize("broken", ["lowering_key", "weights_digest", "freeze_exceptions"])
+def test_a_mistake_of_ours_ends_no_export(
+    store: cas.Store,
+    program: ExportedProgram,
+    count: Counter,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str,
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a mistake")
+
+    monkeypatch.setattr(whole, broken, fail)
+    _, ((outcome, reason),) = exported(store, program)
+    assert outcome == "uncacheable" and "(ZeroDivisionError)" in reason
+    assert list(store.actions.entries()) == []
+
+
 def test_without_whole_exports_everything_is_as_ever(
     store: cas.Store, program: ExportedProgram, count: Counter
 ) -> None:
