@@ -26,7 +26,7 @@ from cas.errors import (
     PermissionRefused,
     UsageError,
 )
-from cas.index import Transaction
+from cas.index import is_known
 from cas.journal import Event, Tally
 from cas.layout import Layout
 from cas.leases import Lease
@@ -237,20 +237,11 @@ def find_leased(context: Context, lease: Lease, key: Digest) -> Lookup:
     chunks = found.record.chunks()
     lease.add_chunks(chunks)  # before the question, as a put does
     with context.index.write() as txn:
-        complete = all(_is_known(context.layout, txn, *item) for item in chunks.items())
+        complete = all(is_known(context.layout, txn, *item) for item in chunks.items())
     if not complete:
         return Lookup(None, "incomplete")
     touch(context, key)
     return found
-
-
-def _is_known(layout: Layout, txn: Transaction, digest: Digest, size: int) -> bool:
-    entry = txn.get(digest)
-    return (
-        entry is not None
-        and entry.size == size
-        and chunkfiles.size_on_disk(layout.chunk(digest)) == size
-    )
 
 
 def publish(context: Context, lease: Lease, records: Iterable[ActionRecord]) -> None:

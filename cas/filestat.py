@@ -214,7 +214,8 @@ class MappedSources:
 
     def __init__(self, sources: Sources, root: Path) -> None:
         self._sources = sources
-        self._mappings = Mappings(ignored=str(root))  # chunks that a model was loaded from
+        # Chunks that a model was loaded from; the kernel names them without symbolic links.
+        self._mappings = Mappings(ignored=os.path.realpath(root))
         self._mutex = threading.Lock()
 
     def find(self, view: memoryview) -> Source | None:

@@ -50,10 +50,12 @@ def flight(
         yield lock is not None
     finally:
         if lock in _airborne:  # and not in a forked child, which leaves the block too
-            # While it is locked: whoever waits for it sees that it lost its name.
-            fsio.unlink(path)
-            lock.unlock()
-            _drop(lock)
+            try:
+                # While it is locked: whoever waits for it sees that it lost its name.
+                fsio.unlink(path)
+            finally:
+                lock.unlock()
+                _drop(lock)
 
 
 def _take(path: Path, mode: int, what: str, wait: bool, progress: Progress) -> fsio.FileLock | None:

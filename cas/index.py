@@ -44,7 +44,7 @@ from cas.digest import Digest
 from cas.errors import NoSpace, Refused, StoreDamaged
 from cas.layout import Layout
 
-__all__ = ["Absent", "Entry", "Index", "Transaction"]
+__all__ = ["Absent", "Entry", "Index", "Transaction", "is_known"]
 
 logger = logging.getLogger(__name__)
 
@@ -425,3 +425,13 @@ def _batched(
             batch = []
     if batch:
         yield batch
+
+
+def is_known(layout: Layout, txn: Transaction, digest: Digest, size: int) -> bool:
+    """Whether a chunk has an entry, and a file of the right size; asked under the mutex."""
+    entry = txn.get(digest)
+    return (
+        entry is not None
+        and entry.size == size
+        and chunkfiles.size_on_disk(layout.chunk(digest)) == size
+    )

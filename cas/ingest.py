@@ -25,7 +25,7 @@ from cas.chunking import cut
 from cas.context import Context
 from cas.digest import Digest
 from cas.errors import SourceChanged, UsageError
-from cas.index import Entry, Transaction
+from cas.index import Entry, is_known
 from cas.leases import Lease
 from cas.manifest import ChunkPart, Part, Recipe, ZeroPart, chunk_sizes
 from cas.progress import Progress
@@ -375,7 +375,7 @@ class Ingest:
     def _find_or_stage(self, chunks: dict[Digest, memoryview], owned: bool) -> None:
         self._lease.add_chunks(tuple(chunks))  # before the question: gc must see what we rely on
         with self._context.index.write() as txn:
-            known = {d for d, view in chunks.items() if self._is_known(txn, d, len(view))}
+            known = {d for d, view in chunks.items() if is_known(self._layout, txn, d, len(view))}
         for digest, view in chunks.items():
             if digest not in known:
                 staged = self._layout.staged(self._lease.id, digest)
@@ -384,14 +384,6 @@ class Ingest:
                 else:
                     self._copy_and_write(digest, view, staged)
             self._note(digest, len(view), new=digest not in known)
-
-    def _is_known(self, txn: Transaction, digest: Digest, size: int) -> bool:
-        entry = txn.get(digest)
-        return (
-            entry is not None
-            and entry.size == size
-            and chunkfiles.size_on_disk(self._layout.chunk(digest)) == size
-        )
 
     def recall(self, recipe: Recipe) -> bool:
         """Take in bytes that need not be read, since ``recipe`` is known to give them.
@@ -402,7 +394,7 @@ class Ingest:
             fresh = {d: n for d, n in chunk_sizes([recipe]).items() if d not in self._settled}
         self._lease.add_chunks(fresh)  # before the question, as always
         with self._context.index.write() as txn:
-            if not all(self._is_known(txn, digest, size) for digest, size in fresh.items()):
+            if not all(is_known(self._layout, txn, *item) for item in fresh.items()):
                 return False
         for digest, size in fresh.items():
             self._note(digest, size, new=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -14,10 +15,12 @@ import pytest
 from cas import ActionRecord, Digest, Store, Writer, flights, gc, verify
 from cas.errors import (
     ActionNotFound,
+    ChunkDamaged,
     ChunkMissing,
     ReadOnlyStore,
     UsageError,
 )
+from cas.testing.damage import flip_bit
 from cas.testing.processes import Child, children, until
 from cas.testing.steps import Interleaving, step_hook
 from cas.testing.stores import CHUNK, assert_sound, collect, contents, open_store
@@ -258,7 +261,34 @@ def test_a_record_made_after_the_plan_keeps_its_chunks(store: Store) -> None:
     assert store.actions.get(KEY) is not None
 
 
+def test_a_record_whose_chunk_has_rotted_is_whole_after_computing_again(store: Store) -> None:
+    rotten = store.context.layout.chunk(next(iter(record(store).chunks())))
+    flip_bit(rotten, 100)
+    with store.writer() as writer:
+        found = writer.find_action(KEY).record  # by their sizes, all of its chunks are there
+        assert found is not None
+        with pytest.raises(ChunkDamaged):
+            writer.read(found.recipes[0])
+        assert writer.find_action(KEY).reason == "incomplete"
+        put(writer, KEY, DATA)
+    with store.writer() as writer:
+        found = writer.find_action(KEY).record
+        assert found is not None and writer.read(found.recipes[0]) == DATA
+    assert_sound(store)
+
+
 # --- single flight ------------------------------------------------------------------------------
+
+
+def test_a_lock_whose_file_cannot_be_removed_is_let_go(store: Store) -> None:
+    def broken(operation: str, path: Path | str) -> None:
+        if operation == "unlink" and str(path) == str(store.context.layout.flight(KEY)):
+            raise OSError(errno.EIO, "broken")
+
+    with step_hook(broken), pytest.raises(OSError, match="broken"), store.actions.flight(KEY):
+        pass
+    with store.actions.flight(KEY, wait=False) as mine:
+        assert mine
 
 
 def test_the_second_waits_for_the_first_and_then_finds_its_record(store: Store) -> None:

@@ -366,7 +366,11 @@ def test_only_so_many_files_are_remembered(
 
 
 @on_disk
-def test_a_mapped_chunk_is_no_source(tmp_path: Path, file: Path) -> None:
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_mapped_chunk_is_no_source(tmp_path: Path, file: Path, linked: bool) -> None:
+    if linked:
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "store").symlink_to(tmp_path / "elsewhere")
     with open_store(tmp_path / "store", chunk_size=4 << 20, clock=later) as store:
         put(store, file)
         (chunk,) = store.path.glob("chunks/*/*")
