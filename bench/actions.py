@@ -257,7 +257,8 @@ def report(experiment: str, found: dict[str, Any]) -> bool:
     print(
         f"{experiment:10} stock {seconds['stock']:7.2f} s   cold {seconds['cold']:7.2f} s "
         f"({found['cold']:.2f} x, CPU {found['cold cpu']:.2f} x, {found['cold misses']} misses)   "
-        f"warm {seconds['warm']:6.2f} s ({found['faster']:.1f} x faster, "
+        f"warm {seconds['warm']:6.2f} s ({found['faster']:.1f} x faster, CPU "
+        f"{found['cpu']['stock'] / found['cpu']['warm']:.1f} x, "
         f"{found['warm hits']} hits, {found['warm misses']} misses)   "
         f"{'ok' if fine else f'MISSED: warm >= {budget:g} x, cold <= {COLD:g} x'}",
         flush=True,

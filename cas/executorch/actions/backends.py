@@ -70,6 +70,7 @@ def profile_of(backend: type) -> Profile:
     return Profile()
 
 
+@functools.cache
 def xnnpack_sources() -> Digest:
     """What the XNNPACK backend is made of, on every platform the same."""
     return tree_digest(_package_directory() / "backends" / "xnnpack", (".fbs", ".py"))

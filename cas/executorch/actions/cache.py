@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 KIND: Final = "delegate"
 #: Records are published together; a process that is killed loses at most these.
 _BATCH: Final = 32
-_BATCH_SECONDS: Final = 5.0
+_BATCH_SECONDS: Final = 20.0
 
 #: CLOCK_REALTIME_COARSE of Linux, with which the kernel stamps files.
 FILE_CLOCK: Final = 5
