@@ -98,9 +98,15 @@ def _fits(context: Context, policy: Policy) -> bool:
 
 def _weigh(context: Context, marks: Marks, roots: list[Root], records: Records) -> Holdings:
     """What leases and ``roots`` hold together."""
-    # What records name is remembered, for they may be replaced; a manifest never changes.
+    # What records name is remembered, for they may be replaced; a manifest never changes. They may
+    # name what is gone, and artifacts must not make room for that.
     recorded: dict[Digest, Chunks] = {
-        key: dict(kept.chunks.items()) for key, kept in records.kept.items()
+        key: {
+            digest: size
+            for digest, size in kept.chunks.items()
+            if chunkfiles.size_on_disk(context.layout.chunk(digest)) == size
+        }
+        for key, kept in records.kept.items()
     }
 
     def chunks_of(document: Digest) -> Chunks:

@@ -97,6 +97,19 @@ def test_a_reader_without_the_right_to_write_is_not_noted(store: Store, root: Pa
     assert os.stat(store.context.layout.ref("m", 1)).st_mtime == before
 
 
+def test_artifacts_make_no_room_for_what_a_record_lacks(store: Store, root: Path) -> None:
+    before = set(chunk_files(store))
+    with store.writer() as writer:
+        recipe = writer.put(contents(77, 5 * CHUNK))
+        fields = {"kind": "delegate", "factors": {}, "result": None, "seconds": 1.0}
+        writer.put_action(Digest.of(b"young"), recipes=[recipe], **fields)  # type: ignore[arg-type]
+    for path in set(chunk_files(store)) - before:
+        path.unlink()
+    report = collect(store, max_bytes=len(before) * CHUNK, older_than=3 * DAY)
+    assert report.dropped == () and len(names(store)) == 5
+    assert_whole(store, root)
+
+
 def test_max_size_drops_the_least_recently_used_until_the_rest_fits(
     store: Store, root: Path
 ) -> None:
