@@ -399,6 +399,7 @@ def _ambient(unit: _Unit) -> dict[str, str]:
 
 def scratch_directories() -> Iterator[Path]:
     """Where torch's compilers keep what they made before."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
     yield Path(os.path.realpath(cache_dir()))
+    yield Path(os.path.realpath(default_cache_dir()))  # of headers, always

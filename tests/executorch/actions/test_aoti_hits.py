@@ -33,9 +33,10 @@ def run(cuda_exports: Path, out: Path, *names: str, recheck: float = 0.0) -> Any
     """One process with an Inductor cache of its own."""
     out.mkdir(parents=True)
     (out / "tmp").mkdir()
+    (cuda_exports / "objects").mkdir(exist_ok=True)  # where that compiler looks
     settings = {
         "CXX": str(cuda_exports / "g++"),
-        "TMPDIR": str(cuda_exports / "tmp"),
+        "TMPDIR": str(out / "tmp"),
         "TORCHINDUCTOR_CACHE_DIR": str(out / "inductor"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_VEC_ISA_OK": "1",
