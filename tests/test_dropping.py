@@ -101,8 +101,14 @@ def test_artifacts_make_no_room_for_what_a_record_lacks(store: Store, root: Path
     before = set(chunk_files(store))
     with store.writer() as writer:
         recipe = writer.put(contents(77, 5 * CHUNK))
-        fields = {"kind": "delegate", "factors": {}, "result": None, "seconds": 1.0}
-        writer.put_action(Digest.of(b"young"), recipes=[recipe], **fields)  # type: ignore[arg-type]
+        writer.put_action(
+            Digest.of(b"young"),
+            kind="delegate",
+            factors={},
+            result=None,
+            recipes=[recipe],
+            seconds=1.0,
+        )
     for path in set(chunk_files(store)) - before:
         path.unlink()
     report = collect(store, max_bytes=len(before) * CHUNK, older_than=3 * DAY)
