@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from cas import fsio
-from cas.errors import NoSpace, PermissionRefused
+from cas.errors import CasError
 from cas.progress import SILENT, Progress
 
 logger = logging.getLogger(__name__)
@@ -38,11 +38,12 @@ def flight(
         what: it is about, for who waits.
         wait: for whoever has it. Without, False is yielded at once if somebody does.
 
-    Where there can be no lock, on a full disk say, the block runs as if it were held.
+    Where there can be no lock, on a full disk say, the block runs as if it were held: to do the
+    same twice is a waste, and no more.
     """
     try:
         lock = _take(path, mode, what, wait, progress)
-    except (NoSpace, PermissionRefused) as error:
+    except (CasError, OSError) as error:
         logger.info("%s; others may do the same meanwhile", error)
         yield True
         return

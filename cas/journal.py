@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 from cas import fsio
 from cas.digest import Digest
-from cas.errors import NoSpace, PermissionRefused, UsageError
+from cas.errors import CasError, UsageError
 from cas.layout import Layout
 from cas.manifest import (
     Json,
@@ -209,7 +209,7 @@ def note(layout: Layout, modes: fsio.Modes, happened: Sequence[Event], now: int)
             _append(layout.action_journal, modes, b"".join(map(_line, stamped)))
             counted = canonical_json(tally(layout).plus(stamped).document())
             _replace(layout.action_counters, modes, counted)
-    except (NoSpace, PermissionRefused) as error:
+    except (CasError, OSError) as error:  # whatever it is, it is no reason to end an export
         logger.info("events were not noted: %s", error)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,10 +117,13 @@ def test_counters_are_not_believed(fields: dict[str, Any]) -> None:
         journal.parse_tally(json.dumps({**Tally().document(), **fields}).encode())
 
 
-def test_a_full_disk_loses_the_note_and_nothing_else(store: Store) -> None:
+@pytest.mark.parametrize("error", [NoSpace(Path("x")), OSError(errno.EIO, "broken")])
+def test_a_full_or_broken_disk_loses_the_note_and_nothing_else(
+    store: Store, error: Exception
+) -> None:
     def full(operation: str, path: Path | str) -> None:
         if operation in ("append", "create"):
-            raise NoSpace(Path(path))
+            raise error
 
     store.actions.note(EVENTS)
     with step_hook(full):
