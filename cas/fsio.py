@@ -168,14 +168,40 @@ def sync_directories(paths: Iterable[Path]) -> None:
 
 def sync_filesystem(path: Path) -> None:
     """syncfs(2): cheaper than many fdatasyncs when thousands of small files are staged."""
-    step("syncfs", path)
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if _libc.syncfs(fd) != 0:
+    with FilesystemSync(path) as opened:
+        opened.sync()
+
+
+class FilesystemSync:
+    """A filesystem to sync. `sync` tells of pages that were lost since this was made.
+
+    Whoever opens the filesystem only then is not told what another syncfs has reported meanwhile.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __enter__(self) -> FilesystemSync:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def sync(self) -> None:
+        """
+        Raises:
+            OSError: something could not be written, of these or of others' files.
+        """
+        step("syncfs", self._path)
+        if _libc.syncfs(self._fd) != 0:
             number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), str(path))
-    finally:
-        os.close(fd)
+            raise OSError(number, os.strerror(number), str(self._path))
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def begin_write_out(fd: int, offset: int, length: int) -> None:

@@ -165,6 +165,7 @@ class Ingest:
         self._telling = threading.Lock()
         self._buffers = Buffers()
         self._writing = WriteBehind(WRITING_BYTES, WRITING_FILES)
+        self._filesystem = fsio.FilesystemSync(context.layout.tmp)
         self._broken: OSError | None = None
         self._publishing = threading.Lock()
         self._settled: dict[Digest, int] = {}
@@ -494,7 +495,7 @@ class Ingest:
             self._writing.drain()
             small = sum(size < WRITE_OUT_EACH for size in batch.values())
             if small >= SYNCFS_FILES:
-                fsio.sync_filesystem(self._layout.tmp)
+                self._filesystem.sync()
                 return
             for digest in batch:
                 fsio.sync_path(self._layout.staged(self._lease.id, digest))
@@ -518,6 +519,7 @@ class Ingest:
         """Stop the threads; what they have begun is finished first."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._writing.close()
+        self._filesystem.close()
 
 
 def as_bytes(data: Buffer) -> memoryview:

@@ -635,6 +635,33 @@ def test_another_try_to_publish_makes_the_names_of_the_first_durable(store: Stor
     assert_sound(store)
 
 
+def test_what_the_disk_lost_since_a_writer_began_is_reported_to_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reports it to who had the filesystem open before: so open it, and keep it."""
+    opened: list[Path] = []
+    synced: list[str] = []
+    monkeypatch.setattr(ingest, "SYNCFS_FILES", 1)
+    real = fsio.FilesystemSync.__init__
+
+    def begin(self: fsio.FilesystemSync, path: Path) -> None:
+        opened.append(path)
+        real(self, path)
+
+    def note(operation: str, path: Path | str) -> None:
+        if operation == "syncfs":
+            synced.append(str(path))
+
+    monkeypatch.setattr(fsio.FilesystemSync, "__init__", begin)
+    with store.writer() as writer, step_hook(note):
+        for seed in range(3):
+            writer.put(contents(seed, CHUNK))
+            writer.barrier()
+    tmp = store.context.layout.tmp
+    assert opened[0] == tmp and opened.count(tmp) == 1 and synced.count(str(tmp)) == 3
+    assert_sound(store)
+
+
 def test_a_progress_may_ask_the_writer_how_far_it_is(store: Store) -> None:
     class Curious(Silent):
         def advance(self, nbytes: int) -> None:
