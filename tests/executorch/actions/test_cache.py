@@ -27,6 +27,7 @@ import cas
 from cas.executorch import capture
 from cas.executorch.actions import cache
 from cas.executorch.actions.outcomes import ActionMismatch, ActionOptions, Outcomes
+from cas.testing.damage import flip_bit
 
 Results = dict[str, list[Any]]
 
@@ -388,6 +389,20 @@ def test_a_record_without_its_chunks_is_a_miss_and_healed(
     store.context.layout.chunk(digest).unlink()
     second, outcomes = compile_with(store, "Plain", methods)
     assert outcomes.misses == {"incomplete": 1}
+    third, outcomes = compile_with(store, "Plain", methods)
+    assert outcomes.hits == 1
+    assert first == second == third
+
+
+def test_a_record_whose_chunk_has_rotted_is_a_miss_and_healed(
+    programs: tuple[ExportedProgram, ...], store: cas.Store
+) -> None:
+    methods = {"m": [programs[0]]}
+    first, _ = compile_with(store, "Plain", methods)
+    record = next(store.actions.list())
+    flip_bit(store.context.layout.chunk(next(iter(record.chunks()))), 0)
+    second, outcomes = compile_with(store, "Plain", methods)
+    assert outcomes.misses == {"incomplete": 1}  # the chunk was set aside, and looked for again
     third, outcomes = compile_with(store, "Plain", methods)
     assert outcomes.hits == 1
     assert first == second == third
