@@ -58,6 +58,10 @@ def counting() -> Iterator[list[str]]:
         yield calls
 
 
+# The classes of a model are in its key. That of the script's own model was one of ``__main__``.
+export_cuda.Decoder.__module__ = "__main__"
+
+
 def export_one(name: str) -> Any:
     case, _, mode = name.rpartition("-")
     methods = export_cuda.CASES[case]()
