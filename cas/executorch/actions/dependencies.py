@@ -83,9 +83,11 @@ def _files(observed: Observed, ignored: tuple[str, ...]) -> Iterator[tuple[str, 
 def _made_meanwhile(path: str, started: int) -> bool:
     """Whether the compile wrote the file itself."""
     try:
-        return os.stat(path).st_mtime_ns >= started
+        stat = os.stat(path)
     except OSError:
         return True
+    # Anybody can set the first to what they like, the future too.
+    return min(stat.st_mtime_ns, stat.st_ctime_ns) >= started
 
 
 def _programs(names: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -240,6 +240,8 @@ def _put_operator(encoder: Encoder, operator: Any) -> None:
 
 def _put_enum(encoder: Encoder, value: enum.Enum) -> None:
     encoder.stream.put_text(b"en", f"{type_name(type(value))}.{value.name}")
+    if isinstance(value, enum.Flag):  # of several together there may be no name
+        _text(encoder, b"fg", value.value)
 
 
 def _put_float(encoder: Encoder, value: float) -> None:

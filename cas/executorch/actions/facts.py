@@ -123,6 +123,7 @@ def ambient_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """What a program can change while it runs, for every backend."""
     found = {
         "torch: default dtype": str(torch.get_default_dtype()),
+        "torch: default device": str(torch.get_default_device()),
         "torch: deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
         "torch: float32 matmul precision": torch.get_float32_matmul_precision(),
     }

@@ -52,7 +52,7 @@ def action_key(
         Unkeyable: something has no form that is the same in every process.
     """
     encoder = ProgramEncoder(policy, digests)
-    options = _encode_specs(encoder, specs)
+    options = _encode_specs(encoder, [specs[method] for method in programs])
     for method, partitions in programs.items():
         encoder.put_name(method)
         encoder.stream.put_count(b"pr", len(partitions))
@@ -109,9 +109,10 @@ def facts_digest(facts: Facts) -> Digest:
     return stream.digest()
 
 
-def _encode_specs(encoder: ProgramEncoder, specs: Specs) -> Digest:
+def _encode_specs(encoder: ProgramEncoder, specs: Sequence[Sequence[Sequence[Any]]]) -> Digest:
+    """Of the methods in the order of the programs."""
     outer = encoder.aside()
-    for partitions in specs.values():  # of the methods in the order of the programs
+    for partitions in specs:
         encoder.put([spec_items(part) for part in partitions])
     written = encoder.aside()
     encoder.stream = outer

@@ -7,15 +7,19 @@ object of a C library) is refused with `Unkeyable`.
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import enum
 import functools
+import importlib.util
 import logging
+import operator
 import pathlib
 import re
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,7 +35,12 @@ from cas.executorch.actions.errors import Unkeyable
 from cas.executorch.actions.operators import operator_text
 from cas.executorch.actions.policy import WHOLE_EXPORT
 from cas.executorch.actions.programs import ProgramEncoder
-from cas.executorch.actions.sources import code_digest, module_digest, tree_digest
+from cas.executorch.actions.sources import (
+    code_digest,
+    is_settled,
+    module_digest,
+    tree_digest,
+)
 from cas.executorch.actions.weights import StorageDigests
 
 #: An option that refers to more than this is no option, but an application.
@@ -62,6 +71,11 @@ _BOOKKEEPING: Final = frozenset(
 )
 
 
+_OF_NAMED_TUPLES: Final = frozenset(
+    {"__getnewargs__", "__new__", "__repr__", "__replace__", "_asdict", "_make", "_replace"}
+)
+
+
 class ObjectEncoder(ProgramEncoder):
     """An encoder for everything that is handed to an export."""
 
@@ -82,6 +96,11 @@ class ObjectEncoder(ProgramEncoder):
             self.stream.put_text(b"en", value.name)
         elif isinstance(value, EdgeCompileConfig):
             self._once(value, self._put_edge_config)
+        elif isinstance(value, (tuple, set, frozenset)) and _is_of_users_class(value):
+            encode = self._put_methods_of_tuple if isinstance(value, tuple) else self._put_class
+            self._once(type(value), encode)
+            self._put_state(value)
+            super().put(value)
         else:
             super().put(value)
 
@@ -131,10 +150,10 @@ class ObjectEncoder(ProgramEncoder):
         skipped = {name for base in kind.__mro__ for name in _OVERWRITTEN.get(type_name(base), ())}
         state = {k: v for k, v in getattr(value, "__dict__", {}).items() if k not in skipped}
         for base in kind.__mro__:
-            slots = vars(base).get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                    state[name] = getattr(value, name)
+            for name, slot in vars(base).items():
+                if isinstance(slot, types.MemberDescriptorType):  # private names are mangled
+                    with contextlib.suppress(AttributeError):  # not assigned yet
+                        state[name] = slot.__get__(value)
         self.put_mapping(state)
 
     def _put_edge_config(self, value: Any) -> None:
@@ -159,6 +178,16 @@ class ObjectEncoder(ProgramEncoder):
             self.stream.put_text(b"ca", name)
             self._put_member(value)
 
+    def _put_methods_of_tuple(self, kind: type) -> None:
+        """Of a named tuple, what somebody wrote; the rest is made of its names."""
+        self.stream.put_text(b"cl", type_name(kind))
+        for base in kind.__mro__[:-2]:
+            for name, value in vars(base).items():
+                written = isinstance(value, (types.FunctionType, property, classmethod))
+                if written and name not in _OF_NAMED_TUPLES:
+                    self.stream.put_text(b"ca", name)
+                    self._put_member(value)
+
     def _put_member(self, value: Any) -> None:
         """An attribute of a user's class."""
         if isinstance(value, (staticmethod, classmethod)):
@@ -177,11 +206,16 @@ class ObjectEncoder(ProgramEncoder):
             if isinstance(function, types.FunctionType):
                 self.stream.put_text(b"mn", name)
                 self.stream.put(b"mc", code_digest(function))
+                if _is_foreign(function):
+                    self.put(function)  # with what it refers to
 
     def _put_function(self, function: types.FunctionType) -> None:
         name = f"{function.__module__}.{function.__qualname__}"
         self.stream.put_text(b"fu", name)
-        if "<" not in function.__qualname__ and self._put_package(function.__module__):
+        # What a function says of itself may be copied from another one, by functools.wraps.
+        written = str(function.__globals__.get("__name__", function.__module__))
+        known = "<" not in function.__qualname__ and self._put_package(function.__module__)
+        if known and self._put_package(written):
             self.stream.put(b"mc", code_digest(function))
             return
         self._put_code(function.__code__)
@@ -206,11 +240,34 @@ class ObjectEncoder(ProgramEncoder):
                 self.put(constant)
 
     def _put_globals(self, function: types.FunctionType) -> None:
-        """The values of all global names in the code; some may be names of attributes only."""
-        for name in sorted(_names(function.__code__)):
+        """The values of all global names in the code; some may be names of attributes only.
+
+        Of the user's modules, also of those imported inside of the function, what the code names.
+        """
+        names = _names(function.__code__)
+        modules = list(_imported(function.__code__, function.__globals__))
+        for name in sorted(names):
             if name in function.__globals__:
+                value = function.__globals__[name]
                 self.stream.put_text(b"gl", name)
-                self.put(function.__globals__[name])
+                self.put(value)
+                if isinstance(value, types.ModuleType):
+                    modules.append(value)
+        seen: set[str] = set()
+        for module in modules:
+            self._put_used(module, names, seen)
+
+    def _put_used(self, module: types.ModuleType, names: set[str], seen: set[str]) -> None:
+        """What ``names`` stand for in a module of the user's: it can change after the import."""
+        if module.__name__ in seen or not _is_users(module):
+            return
+        seen.add(module.__name__)
+        for name in sorted(names & vars(module).keys()):
+            value = vars(module)[name]
+            self.stream.put_text(b"ga", name)
+            self.put(value)
+            if isinstance(value, types.ModuleType):
+                self._put_used(value, names, seen)
 
     def _put_module(self, module: types.ModuleType) -> None:
         self.stream.put_text(b"mo", module.__name__)
@@ -247,9 +304,40 @@ def _names(code: types.CodeType) -> set[str]:
     return found
 
 
+def _imported(code: types.CodeType, scope: Mapping[str, Any]) -> Iterator[types.ModuleType]:
+    """The modules that code imports while it runs, if they are loaded."""
+    steps = list(dis.get_instructions(code))
+    for position, step in enumerate(steps):
+        if step.opname == "IMPORT_NAME":
+            level = steps[position - 2].argval
+            dots = "." * level if isinstance(level, int) else ""
+            try:
+                name = importlib.util.resolve_name(dots + step.argval, scope.get("__package__"))
+            except ImportError:
+                continue
+            parts = name.split(".")
+            for end in range(1, len(parts) + 1):
+                module = sys.modules.get(".".join(parts[:end]))
+                if module is not None:
+                    yield module
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _imported(constant, scope)
+
+
+def _is_users(module: types.ModuleType) -> bool:
+    name = module.__name__
+    return not (_is_known(name) or _is_installed(name))
+
+
 def _is_known(module: str) -> bool:
     top = module.split(".", 1)[0]
-    return top in KNOWN_PACKAGES or (top in sys.stdlib_module_names and top != "__main__")
+    return top in KNOWN_PACKAGES or (is_settled(module) and top != "cas")
+
+
+def _is_foreign(function: types.FunctionType) -> bool:
+    """Whether it was put into a known package from elsewhere."""
+    return not _is_known(str(function.__globals__.get("__name__", "")) or "builtins")
 
 
 def _is_installed(module: str) -> bool:
@@ -258,9 +346,21 @@ def _is_installed(module: str) -> bool:
 
 
 def _is_python(kind: type) -> bool:
-    """Whether a class is written in Python, so that what its objects know is to be seen."""
+    """Whether a class is written in Python, so that what its objects know is to be seen.
+
+    Some of C say that they are of a module in Python, as ``operator.itemgetter`` does; but their
+    objects are larger than others, and have neither slots nor a dictionary.
+    """
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return (file or "").endswith(".py") and bool(kind.__flags__ & (1 << 9))
+    if not (file or "").endswith(".py") or not kind.__flags__ & (1 << 9):
+        return False
+    shown = "__slots__" in vars(kind) or any("__dict__" in vars(base) for base in kind.__mro__)
+    return shown or kind.__basicsize__ <= object.__basicsize__
+
+
+def _is_of_users_class(value: Any) -> bool:
+    module = type(value).__module__
+    return module != "builtins" and not _is_known(module)
 
 
 def _put_dict(encoder: ObjectEncoder, value: Any) -> None:
@@ -268,6 +368,12 @@ def _put_dict(encoder: ObjectEncoder, value: Any) -> None:
     encoder.put(type(value))
     encoder.put_mapping(dict(value))
     encoder.put(getattr(value, "default_factory", None))
+    encoder._put_state(value)
+
+
+def _put_list(encoder: ObjectEncoder, value: Any) -> None:
+    encoder.put([type(value), list(value), getattr(value, "maxlen", None)])
+    encoder._put_state(value)
 
 
 def _put_partial(encoder: ObjectEncoder, value: functools.partial[Any]) -> None:
@@ -290,12 +396,18 @@ _OTHERS: Final[tuple[tuple[Any, Callable[[Any, Any], None]], ...]] = (
     (torch.fx.Graph, _put_graph),
     (types.MethodType, _put_method),
     (types.ModuleType, ObjectEncoder._put_module),
+    (types.GenericAlias, lambda e, v: e.put([v.__origin__, v.__args__])),
+    (types.UnionType, lambda e, v: e.put([type(v), v.__args__])),
     (functools.partial, _put_partial),
+    (
+        (operator.attrgetter, operator.itemgetter, operator.methodcaller),
+        lambda e, v: e.put([*v.__reduce__()]),
+    ),
     (logging.Logger, lambda e, v: e.stream.put_text(b"lo", v.name)),
     (pathlib.PurePath, lambda e, v: e.stream.put_text(b"pa", str(v))),
     (re.Pattern, lambda e, v: e.put([v.pattern, v.flags])),
     (torch._ops.OpOverloadPacket, lambda e, v: e.stream.put_text(b"pk", v._qualified_op_name)),
     (dict, _put_dict),
-    ((types.MappingProxyType, Mapping), lambda e, v: e.put_mapping(dict(v))),
-    ((list, deque), lambda e, v: e.put([type(v), list(v)])),
+    (types.MappingProxyType, lambda e, v: e.put_mapping(dict(v))),
+    ((list, deque), _put_list),
 )

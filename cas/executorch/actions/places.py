@@ -53,6 +53,20 @@ def local(path: str) -> str:
     return path
 
 
+@functools.lru_cache(maxsize=4096)
+def _is_of_stdlib(file: str) -> bool:
+    return portable(file).startswith("{stdlib}")
+
+
+def is_stdlib(module: str) -> bool:
+    """Whether a module is Python's own, and not one of the user's that has its name."""
+    top = module.split(".", 1)[0]
+    if top not in sys.stdlib_module_names or top == "__main__":
+        return False
+    file = getattr(sys.modules.get(top), "__file__", None)
+    return not isinstance(file, str) or _is_of_stdlib(file)
+
+
 def scrub(text: str) -> str:
     """``text`` with tokens for the directories of this installation."""
     for token, directory in roots():

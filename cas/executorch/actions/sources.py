@@ -95,7 +95,7 @@ def module_digest(name: str) -> Digest:
 def _follow(name: str, found: dict[str, str], package: str) -> None:
     module = sys.modules.get(name)
     path = getattr(module, "__file__", None)
-    if module is None or path is None or name in found or _is_settled(name):
+    if module is None or path is None or name in found or is_settled(name):
         return
     found[name] = path
     if places.portable(path).startswith("{") and name.split(".", 1)[0] != package:
@@ -107,9 +107,9 @@ def _follow(name: str, found: dict[str, str], package: str) -> None:
             _follow(value.__module__, found, package)
 
 
-def _is_settled(name: str) -> bool:
-    top = name.split(".", 1)[0]
-    return top in _SETTLED or top in sys.stdlib_module_names
+def is_settled(name: str) -> bool:
+    """Whether a module's version is a fact, so that its sources need no look."""
+    return name.split(".", 1)[0] in _SETTLED or places.is_stdlib(name)
 
 
 def code_digest(function: Any) -> Digest:

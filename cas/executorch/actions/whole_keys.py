@@ -119,6 +119,8 @@ class WholeKey:
         """
         encoder = ObjectEncoder()
         encoder.put(ExecutorchBackendConfig() if config is None else config)
+        if getattr(config, "emit_stacktrace", False):
+            raise Unkeyable("stack traces in the program, which keys leave out")
         stream = Stream()
         stream.put(b"wl", self.digest)
         stream.put(b"wc", encoder.stream.digest())

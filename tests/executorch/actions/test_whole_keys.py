@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import json
 import logging
+import operator
 import os
 import re
 import subprocess
@@ -83,6 +85,19 @@ def tagger(tag: str) -> Callable[[Any], str]:
 
 def of_global(node: Any) -> str:
     return TAG
+
+
+SETTINGS: Any = None
+
+
+def of_module(node: Any) -> Any:
+    return SETTINGS.FACTOR
+
+
+def encoded(value: Any) -> bytes:
+    encoder = ObjectEncoder()
+    encoder.put(value)
+    return encoder.stream.bytes()
 
 
 def tensor_constant(value: float) -> dict[str, Any]:
@@ -176,6 +191,40 @@ def test_state_that_an_export_overwrites_does_not_count(program: ExportedProgram
     assert key(program, config).digest == before
 
 
+def test_what_code_names_in_a_module_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "settings_of_a_pass.py").write_text("FACTOR = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = importlib.import_module("settings_of_a_pass")
+
+    monkeypatch.setattr(sys.modules[__name__], "SETTINGS", settings)
+
+    def inside(module: Any) -> Any:
+        from settings_of_a_pass import FACTOR  # type: ignore[import-not-found]
+
+        return FACTOR
+
+    before = encoded(of_module), encoded(inside)
+    monkeypatch.setattr(settings, "FACTOR", 2)
+    assert encoded(of_module) != before[0] and encoded(inside) != before[1]
+
+
+def test_a_function_that_has_the_name_of_another_is_looked_into(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrapped = functools.wraps(torch.nn.functional.relu)(of_global)
+    monkeypatch.delattr(wrapped, "__wrapped__")
+    before = encoded(wrapped)
+    monkeypatch.setattr(sys.modules[__name__], "TAG", "else")
+    assert encoded(wrapped) != before
+
+
+def test_stack_traces_in_a_program_are_refused(program: ExportedProgram) -> None:
+    with pytest.raises(Unkeyable, match="stack traces"):
+        key(program, ExecutorchBackendConfig(emit_stacktrace=True))
+
+
 class Circular:
     def __init__(self) -> None:
         self.me = self
@@ -184,6 +233,18 @@ class Circular:
 class Slotted:
     __slots__ = ("value",)
 
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+class PrivatelySlotted:
+    __slots__ = ("__value",)
+
+    def __init__(self, value: object) -> None:
+        self.__value = value
+
+
+class Table(dict[str, int]):
     def __init__(self, value: object) -> None:
         self.value = value
 
@@ -208,15 +269,12 @@ def test_what_hides_its_state_is_refused(
     [(Slotted(1), Slotted(2)), (Slotted([1]), Slotted((1,))), (re.compile("a"), re.compile("b")),
      (OrderedDict(a=1), {"a": 1}), (Path("a"), Path("b")), (Path("a"), "a"),
      (logging.getLogger("a"), logging.getLogger("b")), ({1, 2}, {1, 3}), (json, re),
+     (PrivatelySlotted(1), PrivatelySlotted(2)), (Table(1), Table(2)),
+     (operator.itemgetter(1), operator.itemgetter(2)),
      (Pass().__call__, Pass(1).__call__), (int, float), (ConfigPrecisionType, Pass)],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_different_values_are_told_apart(one: Any, other: Any) -> None:
-    def encoded(value: Any) -> bytes:
-        encoder = ObjectEncoder()
-        encoder.put(value)
-        return encoder.stream.bytes()
-
     assert encoded(one) == encoded(one) != encoded(other)
 
 
