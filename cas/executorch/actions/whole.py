@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cas.digest import Digest
-from cas.errors import CasError
+from cas.errors import CasError, Refused
 from cas.executorch.actions import dependencies, drift, facts
 from cas.executorch.actions.cache import FILE_CLOCK, scratch_directories
 from cas.executorch.actions.dependencies import Dependencies
@@ -73,6 +73,17 @@ def install(patches: Patches, exports: WholeExports) -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(ENTRY) is original:
             patches.set(module, ENTRY, lower)
+
+
+class InputsChanged(Refused):
+    """A lowering was put off, and what it was asked to lower is not the same any more."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__(
+            f"{label}: its weights, graph or constant methods changed after "
+            "to_edge_transform_and_lower, which was put off because its result is known; change "
+            "them before, or compute everything (`cas run --no-actions`)"
+        )
 
 
 class WholeExports:
@@ -130,7 +141,7 @@ class WholeExports:
         if not self._is_put_off(request, key):
             lowering.take_off(key.digest)
             if not self._is_put_off(request, key):
-                lowering.lower()
+                lowering.lower(late=False)
         return LazyEdgeManager(lowering)
 
     def _is_put_off(self, request: Request, key: WholeKey) -> bool:
@@ -289,14 +300,19 @@ class Lowering:
     def take_off(self, key: Digest) -> None:
         self._flights.enter(key)
 
-    def lower(self) -> Any:
+    def lower(self, *, late: bool = True) -> Any:
         """The edge program; lowered now, if it was not yet.
 
         ``to_executorch`` changes the program that it is called on, so one that was spared it has
         it called now.
+
+        Raises:
+            InputsChanged: lowering was put off, and would now give another program.
         """
         if self._real is None:
             try:
+                if late:
+                    self._require_unchanged()
                 self._real = self._exports.observe(self._work, self._call)
             except BaseException:
                 self._flights.close()
@@ -304,6 +320,16 @@ class Lowering:
             for config, slot in self._served:
                 slot.program = self._real.to_executorch(config)
         return self._real
+
+    def _require_unchanged(self) -> None:
+        digests = self._exports.digests() if self._exports.is_active() else StorageDigests()
+        try:
+            now = lowering_key(self._request, digests)
+            same = weights_digest(self._request.programs, digests) == self._weights
+        except Unkeyable:
+            same = False
+        if not same or _inputs(now) != _inputs(self._key):
+            raise InputsChanged(self._request.label)
 
     def look(self) -> Any:
         """The edge program, for somebody who may change it."""
@@ -402,6 +428,13 @@ class Lowering:
         seconds: float = 0.0,
     ) -> None:
         self._exports.tell(outcome, self._request.label, reason, detail, key, seconds)
+
+
+def _inputs(key: WholeKey) -> tuple[Json, Json]:
+    """The programs without their weights, and the constant methods."""
+    action, options = key.factors["action"], key.factors["options"]
+    assert isinstance(action, dict) and isinstance(options, dict)
+    return action["graph digest"], options["constant_methods"]
 
 
 class _Flights:

@@ -32,6 +32,7 @@ from cas.executorch import capture
 from cas.executorch.actions import whole
 from cas.executorch.actions.dependencies import Dependencies
 from cas.executorch.actions.outcomes import ActionMismatch, ActionOptions
+from cas.executorch.actions.whole import InputsChanged
 from cas.executorch.capture import Capture
 from cas.verify import verify
 
@@ -289,6 +290,19 @@ def test_weights_that_change_on_the_way_are_not_recorded(store: cas.Store, count
         ((outcome, reason),) = outcomes(captured)
     assert outcome == "uncacheable" and "weights that changed" in reason
     assert list(store.actions.entries()) == []
+
+
+def test_a_lowering_that_was_put_off_is_refused_other_weights(store: cas.Store) -> None:
+    program = program_of(6)
+    exported(store, program)
+    with capture(store, "small", actions=WHOLE):
+        edge = to_edge_transform_and_lower(program)
+        again = to_edge_transform_and_lower(program)
+        program.state_dict["linear.bias"].data.add_(1)
+        with pytest.raises(InputsChanged, match="export of forward"):
+            edge.to_executorch()
+        with pytest.raises(InputsChanged):
+            again.exported_program()
 
 
 def test_a_lost_chunk_is_a_miss_and_comes_back(
