@@ -17,7 +17,12 @@ from cas.executorch.actions import aoti, facts, xnnpack
 from cas.executorch.actions.errors import Unkeyable
 from cas.executorch.actions.lowered import spec_items
 from cas.executorch.actions.policy import ORIGIN, STRICT, TAGS, KeyPolicy
-from cas.executorch.actions.sources import code_digest, module_digest, tree_digest
+from cas.executorch.actions.sources import (
+    code_digest,
+    module_digest,
+    put_attributes,
+    tree_digest,
+)
 from cas.executorch.actions.stream import Stream
 
 Relocate: TypeAlias = Callable[[bytes, Mapping[int, int]], bytes]
@@ -157,6 +162,7 @@ def _class_digest(backend: type) -> Digest:
     """The methods that the class has now: replaced ones (monkey patches) count."""
     stream = Stream()
     for kind in backend.__mro__[:-1]:
+        put_attributes(stream, kind)
         for name, value in sorted(vars(kind).items()):
             function = getattr(value, "__func__", value)
             if inspect.isfunction(function):

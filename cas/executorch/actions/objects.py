@@ -39,6 +39,7 @@ from cas.executorch.actions.sources import (
     code_digest,
     is_settled,
     module_digest,
+    put_attributes,
     tree_digest,
 )
 from cas.executorch.actions.weights import StorageDigests
@@ -201,6 +202,7 @@ class ObjectEncoder(ProgramEncoder):
 
     def _put_methods(self, kind: type) -> None:
         """The methods that a class of a known package has now: replaced ones count."""
+        put_attributes(self.stream, kind)
         for name, value in sorted(vars(kind).items()):
             function = getattr(value, "__func__", value)
             if isinstance(function, types.FunctionType):

@@ -183,6 +183,12 @@ def test_a_replaced_method_of_a_known_class_counts(
     assert key(program, partitioner=[XnnpackPartitioner()]).digest != before
 
 
+def test_a_set_attribute_of_a_known_class_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = encoded(XnnpackPartitioner)
+    monkeypatch.setattr(XnnpackPartitioner, "option", 1, raising=False)
+    assert encoded(XnnpackPartitioner) != before
+
+
 def test_state_that_an_export_overwrites_does_not_count(program: ExportedProgram) -> None:
     config = planned()
     before = key(program, config).digest
