@@ -206,7 +206,8 @@ def test_zeros_cost_no_disk_and_no_memory(writer: Writer) -> None:
     before = resident_anonymous()
     recipe = put_tensor(writer, cache.kv)
     assert not cache.kv.any()
-    assert resident_anonymous() < before + cache.kv.nbytes // 4
+    # `any` takes a byte for each element, which the heap may keep.
+    assert resident_anonymous() < before + cache.kv.nbytes // 2
     assert recipe.parts == (ZeroPart(cache.kv.nbytes),)
     assert writer.counters.new_chunks == 0
     assert spill(cache, writer) == Spilled()
@@ -215,7 +216,7 @@ def test_zeros_cost_no_disk_and_no_memory(writer: Writer) -> None:
 
 
 def test_memory_that_was_never_touched_is_left_alone(writer: Writer) -> None:
-    tensor = torch.empty(16 << 20, dtype=torch.uint8)
+    tensor = torch.empty(48 << 20, dtype=torch.uint8)  # too large for the heap's used pages
     assert anonymous(tensor) < 64 << 10
     assert spill([tensor], writer).moved_storages == 0
     assert writer.counters.logical_bytes == 0
