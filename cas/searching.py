@@ -9,8 +9,8 @@ are the chunk's neighbours in an artifact's file. What is found is believed for 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import logging
 import os
 import stat
 import struct
@@ -25,6 +25,8 @@ from cas.chunking import cut
 from cas.digest import Digest
 from cas.errors import NotFound, UsageError
 from cas.manifest import ChunkPart, DataPart, FileEntry, Part, load_json
+
+logger = logging.getLogger(__name__)
 
 #: Bytes that mark a place. Long enough that chance does not repeat them.
 _ANCHOR: Final = 64
@@ -108,9 +110,11 @@ class Source:
         """Up to ``length`` bytes; fewer at the end of the file, or where it cannot be read."""
         if offset < 0 or offset >= self.size:
             return b""
-        with contextlib.suppress(OSError):  # a bad sector of the source: look elsewhere
+        try:
             return os.pread(self._fd, min(length, self.size - offset), offset)
-        return b""
+        except OSError as error:  # a bad sector, say: what is elsewhere may still be found
+            logger.warning("%s cannot be read at %d: %s", self.path, offset, error.strerror)
+            return b""
 
     def places(self, needle: bytes) -> Iterator[int]:
         """Where ``needle`` begins, from the start of the file on."""
