@@ -36,8 +36,12 @@ class Failed(Exception):
 def export(work: Path, engine: str, spec: dict[str, Any]) -> dict[str, Any]:
     """One export in a process of its own; its result, the outputs removed."""
     out = work / "out"
-    settle(work, 3 * spec["layers"] * LAYER_BYTES)
-    done = measure({**spec, "engine": engine, "out": str(out)}, log=work / "log")
+    done = measure(
+        {**spec, "engine": engine, "out": str(out)},
+        log=work / "log",
+        # Not before the process starts: what was settled does not stay so for the seconds of imports.
+        when_idle=lambda: settle(work, 4 * spec["layers"] * LAYER_BYTES),
+    )
     if done.result is None:
         raise Failed(f"{engine} ended with {done.returncode}: {(work / 'log').read_text()[-2000:]}")
     shutil.rmtree(out)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -82,8 +82,10 @@ def measure(
     prefix: list[str] | None = None,
     log: Path = Path(os.devnull),
     workload: Path = WORKLOAD,
+    when_idle: Callable[[], None] = lambda: None,
 ) -> Measured:
-    """Run one workload; ``prefix`` is a command to run it under, ``log`` gets what it says."""
+    """Run one workload; ``prefix`` is a command to run it under, ``log`` gets what it says, and
+    ``when_idle`` is called when it is about to begin."""
     command = [*(prefix or []), sys.executable, str(workload), json.dumps(spec)]
     with open(log, "ab") as errors:
         process = subprocess.Popen(
@@ -93,6 +95,7 @@ def measure(
     with process:
         if not _expect(process.stdout, "idle"):
             return Measured(process.wait(), Memory(), Memory(), None)
+        when_idle()
         base = memory_of(process.pid)
         watcher = _Watcher(process.pid, base)
         watcher.start()
