@@ -18,12 +18,13 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from cas import chunkfiles, fsio
+from cas import chunkfiles, filesystems, fsio
 from cas.chunkfiles import Need
 from cas.context import Context
 from cas.digest import Digest, long_hasher
 from cas.errors import NoSpace, PermissionRefused, Refused
 from cas.manifest import ChunkPart, DataPart, Part, Recipe, ZeroPart
+from cas.modes import process_umask
 from cas.progress import Progress
 from cas.reading import Buffers
 
@@ -43,7 +44,7 @@ def check_directory(directory: Path) -> None:
     try:
         with fsio.os_errors(directory, "write to"):
             if not directory.is_dir():
-                fsio.make_parents(directory, 0o777 & ~fsio.process_umask())
+                fsio.make_parents(directory, 0o777 & ~process_umask())
             probe = directory / f".cas-{secrets.token_hex(6)}.tmp"
             fsio.create_file(probe, b"", mode=0o600, sync=False)
             fsio.unlink(probe)
@@ -71,7 +72,7 @@ def check_space(directory: Path, recipes: Mapping[str, Recipe]) -> None:
         NoSpace: with the bytes needed and free.
     """
     needed = sum(_stored_bytes(recipe) for recipe in recipes.values())
-    free = fsio.free_bytes(directory)
+    free = filesystems.free_bytes(directory)
     if needed > free:
         raise NoSpace(directory, needed=needed, free=free)
 

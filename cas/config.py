@@ -16,6 +16,7 @@ import tomli_w
 from cas import fsio
 from cas.errors import StoreDamaged, UsageError
 from cas.layout import Layout
+from cas.modes import Modes
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -115,7 +116,7 @@ class Config:
             config = config.with_value(key, text)
         return config
 
-    def save(self, layout: Layout, temporary: Path, modes: fsio.Modes) -> None:
+    def save(self, layout: Layout, temporary: Path, modes: Modes) -> None:
         document: dict[str, Any] = {}
         if self.umask is not None:
             document["umask"] = f"{self.umask:04o}"

@@ -21,6 +21,7 @@ from cas.index import Index
 from cas.layout import Layout
 from cas.leases import Lease
 from cas.manifest import MAX_MANIFEST_BYTES, Manifest
+from cas.modes import Modes
 
 #: Threads that hash and write. Twice the cores keep both busy while some wait for the disk.
 DEFAULT_WORKERS = min(8, 2 * (os.cpu_count() or 1))
@@ -33,7 +34,7 @@ class Context:
     layout: Layout
     header: Header
     config: Config
-    modes: fsio.Modes
+    modes: Modes
     read_only: bool
     clock: Callable[[], float] = time.time
     workers: int = DEFAULT_WORKERS

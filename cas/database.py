@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import lmdb
 from lmdb import verify as lmdb_verify
 
-from cas import fsio
+from cas import filesystems
 from cas.digest import Digest, long_hasher
 from cas.errors import Refused
+from cas.locks import FileLock
 
 SCHEMA = b"2"
 #: Address space, not memory or disk. A process with a smaller limit falls back to less.
@@ -235,7 +236,7 @@ class Database:
     """
 
     def __init__(self, path: Path, mode: int, *, create: bool = False) -> None:
-        self._use: fsio.FileLock | None = None
+        self._use: FileLock | None = None
         self.env = _open_environment(path, mode)
         try:
             self.env.reader_check()  # or killed readers could leave no room for the first one
@@ -288,10 +289,10 @@ class Database:
                 self.env.set_mapsize(2 * needed)
 
 
-def _own_lock(path: Path) -> fsio.FileLock:
+def _own_lock(path: Path) -> FileLock:
     """An flock on the data file itself, which LMDB leaves free (its own locks are in lock.mdb)."""
     data = path / "data.mdb"
-    return fsio.FileLock(data, os.open(data, os.O_RDONLY | os.O_CLOEXEC))
+    return FileLock(data, os.open(data, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def is_in_use(path: Path) -> bool:
@@ -324,7 +325,7 @@ def _reserve_lock_file(path: Path, mode: int) -> None:
 
     LMDB writes to it through a mapping: with a hole in it, a full disk is a SIGBUS there.
     """
-    lock = fsio.FileLock.open(path / "lock.mdb", mode)
+    lock = FileLock.open(path / "lock.mdb", mode)
     try:
         os.posix_fallocate(lock.fd, 0, _LOCK_FILE_BYTES)
     except OSError as error:
@@ -393,5 +394,5 @@ def lmdb_errors(path: Path) -> Iterator[None]:
 def _is_short_write(error: lmdb.Error, path: Path) -> bool:
     """Whether a commit found room for a part of its pages: LMDB calls that an I/O error."""
     with contextlib.suppress(OSError):
-        return "Input/output error" in str(error) and fsio.free_bytes(path) < _ALMOST_FULL
+        return "Input/output error" in str(error) and filesystems.free_bytes(path) < _ALMOST_FULL
     return False

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from cas import fsio
+from cas import filesystems, fsio
 from cas.digest import Digest
 from cas.errors import CasError, UsageError
 from cas.layout import Layout
@@ -41,6 +41,7 @@ from cas.manifest import (
     require_keys,
 )
 from cas.mappings import FileRange, Mappings, is_unwritten
+from cas.modes import Modes
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class Sources:
     def __init__(
         self,
         layout: Layout,
-        modes: fsio.Modes,
+        modes: Modes,
         *,
         disks: frozenset[str] = DISKS,
         now: Callable[[], int],
@@ -145,7 +146,7 @@ class Sources:
 
     def _is_on_disk(self, device: int, path: str) -> bool:
         if device not in self._types:
-            self._types[device] = fsio.filesystem_type(Path(path)) in self._disks
+            self._types[device] = filesystems.type_of(Path(path)) in self._disks
         return self._types[device]
 
     def recall(self, source: Source) -> Known:

@@ -16,6 +16,7 @@ from typing import Final
 
 from cas import fsio
 from cas.errors import CasError
+from cas.locks import FileLock
 from cas.progress import SILENT, Progress
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 PATIENCE: Final = 5.0
 
 #: Locks that this process holds or waits for; a forked child must not keep them alive.
-_airborne: set[fsio.FileLock] = set()
+_airborne: set[FileLock] = set()
 
 
 @contextlib.contextmanager
@@ -59,10 +60,10 @@ def flight(
                 _drop(lock)
 
 
-def _take(path: Path, mode: int, what: str, wait: bool, progress: Progress) -> fsio.FileLock | None:
+def _take(path: Path, mode: int, what: str, wait: bool, progress: Progress) -> FileLock | None:
     while True:
         with fsio.os_errors(path):
-            lock = fsio.FileLock.open(path, mode)
+            lock = FileLock.open(path, mode)
         _airborne.add(lock)
         try:
             if not lock.try_exclusive():
@@ -95,7 +96,7 @@ def _telling(what: str, progress: Progress) -> Iterator[None]:
         progress.finish()
 
 
-def _drop(lock: fsio.FileLock) -> None:
+def _drop(lock: FileLock) -> None:
     _airborne.discard(lock)
     lock.close()
 
@@ -114,7 +115,7 @@ def remove_idle(directory: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         for path in sorted(directory.iterdir()):
             with contextlib.suppress(FileNotFoundError), fsio.os_errors(path, "remove"):
-                lock = fsio.FileLock(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                lock = FileLock(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
                 try:
                     if lock.try_exclusive():
                         fsio.unlink(path)

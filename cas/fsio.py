@@ -1,10 +1,11 @@
-"""Every write, rename, fsync, lock and unlink that the library does.
+"""Every write, rename, fsync and unlink that the library does.
 
 Having one home makes two things possible: the rules of durability are stated once, and a test can
 kill the process before any single step (`set_step_hook`).
 
 Durability rules. A file becomes visible under its final name only when its bytes are on the disk
-(`write_file` + `sync_fd`, then `rename`); a name is durable when its directory was fsynced.
+(`create_file` with ``sync``, or one sync of many, then `rename`); a name is durable when its
+directory was fsynced.
 """
 
 from __future__ import annotations
@@ -12,20 +13,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
-import re
 import secrets
 import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cas.errors import NoSpace, PermissionRefused
+from cas.modes import process_umask
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -34,14 +33,6 @@ StepHook = Callable[[str, "Path | str"], None]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _step_hook: StepHook | None = None
-
-# fmt: off
-_NETWORK_TYPES = frozenset((
-    "9p", "afs", "beegfs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs",
-    "nfs", "nfs4", "ocfs2", "prl_fs", "pvfs2", "smb3", "smbfs", "vboxsf", "virtiofs",
-))
-# fmt: on
-_LOCAL_FUSE = frozenset(("fuse.fuse-overlayfs", "fuse.gocryptfs", "fuse.encfs"))
 
 
 def set_step_hook(hook: StepHook | None) -> None:
@@ -78,7 +69,7 @@ def translate(error: OSError, path: Path, action: str = "write") -> Exception:
     return error
 
 
-# --- files --------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 def write_all(fd: int, data: Buffer, offset: int | None = None) -> None:
@@ -148,6 +139,9 @@ def append(path: Path, lines: bytes, *, mode: int) -> None:
         write_all(fd, b"\n" + lines if torn else lines)
     finally:
         os.close(fd)
+
+
+# --- to the disk ----------------------------------------------------------------------------------
 
 
 def sync_path(path: Path) -> None:
@@ -253,6 +247,9 @@ def map_scratch(directory: Path, size: int) -> mmap.mmap:
         return mmap.mmap(file.fileno(), size)
 
 
+# --- names ----------------------------------------------------------------------------------------
+
+
 def rename(source: Path, target: Path) -> None:
     step("rename", target)
     os.rename(source, target)
@@ -266,6 +263,18 @@ def link_exclusive(source: Path, target: Path) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def replace_file(path: Path, data: Buffer, *, mode: int, temporary: Path) -> None:
+    """Durably put ``data`` at ``path``, whole or not at all, by way of ``temporary``."""
+    create_file(temporary, data, mode=mode, sync=True)
+    try:
+        rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_path(path.parent)
 
 
 def unlink(path: Path) -> bool:
@@ -292,6 +301,9 @@ def touch(path: Path, when: float) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EROFS, errno.ENOSPC, errno.EDQUOT):
             raise
+
+
+# --- directories ----------------------------------------------------------------------------------
 
 
 def make_directory(path: Path, mode: int) -> None:
@@ -372,232 +384,3 @@ def remove_tree(path: Path) -> None:
         with contextlib.suppress(OSError):
             # Another user who was killed before they gave it its mode left it empty, and closed.
             os.rmdir(path)
-
-
-def replace_file(path: Path, data: Buffer, *, mode: int, temporary: Path) -> None:
-    """Durably put ``data`` at ``path``, whole or not at all, by way of ``temporary``."""
-    create_file(temporary, data, mode=mode, sync=True)
-    try:
-        rename(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    sync_path(path.parent)
-
-
-# --- locks --------------------------------------------------------------------------------------
-
-
-class FileLock:
-    """An flock(2) on a file of its own; the kernel drops it when the process ends.
-
-    The file is never unlinked, except by who holds it exclusively: a lease's owner or the gc.
-    """
-
-    __slots__ = ("fd", "path")
-
-    def __init__(self, path: Path, fd: int) -> None:
-        self.path = path
-        self.fd = fd
-
-    @classmethod
-    def open(cls, path: Path, mode: int) -> FileLock:
-        """The lock at ``path``; the file is made, with exactly ``mode``, if there is none."""
-        while True:
-            with contextlib.suppress(FileNotFoundError):
-                return cls(path, os.open(path, os.O_RDWR | os.O_CLOEXEC))
-            made = cls.create(path, mode)
-            if made is not None:
-                return made
-
-    @classmethod
-    def create(cls, path: Path, mode: int, *, locked: bool = False) -> FileLock | None:
-        """A new file for a lock, with exactly ``mode``; None if ``path`` is taken.
-
-        With ``locked`` it is held exclusively, from the moment that others can see it where the
-        filesystem has unnamed files. There, too, a process that is killed leaves no file that
-        other users of a shared store could not open.
-        """
-        fd = _open_unnamed(path.parent)
-        if fd is None:
-            return cls._create_named(path, mode, locked)
-        lock = cls(path, fd)
-        try:
-            os.fchmod(fd, mode)
-            if locked:
-                lock.exclusive()
-            if _link_unnamed(fd, path):
-                return lock
-        except OSError as error:
-            lock.close()
-            if error.errno in _CANNOT_LINK and path.parent.is_dir():
-                return cls._create_named(path, mode, locked)
-            raise
-        except BaseException:
-            lock.close()
-            raise
-        lock.close()
-        return None
-
-    @classmethod
-    def _create_named(cls, path: Path, mode: int, locked: bool) -> FileLock | None:
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        except FileExistsError:
-            return None
-        lock = cls(path, fd)
-        os.fchmod(fd, mode)
-        if locked and not lock.try_exclusive():  # somebody who looks whether it is held
-            lock.close()
-            return None
-        return lock
-
-    def shared(self) -> None:
-        fcntl.flock(self.fd, fcntl.LOCK_SH)
-
-    def exclusive(self) -> None:
-        fcntl.flock(self.fd, fcntl.LOCK_EX)
-
-    def try_exclusive(self) -> bool:
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def unlock(self) -> None:
-        fcntl.flock(self.fd, fcntl.LOCK_UN)
-
-    def is_current(self) -> bool:
-        """Whether the path still names the locked file."""
-        try:
-            named = os.stat(self.path)
-        except FileNotFoundError:
-            return False
-        held = os.fstat(self.fd)
-        return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-
-def _open_unnamed(directory: Path) -> int | None:
-    """A file without a name in ``directory`` (O_TMPFILE); None where that is not supported."""
-    if not os.path.isdir("/proc/self/fd"):  # what gives it a name later
-        return None
-    try:
-        return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL) and directory.is_dir():
-            return None
-        raise
-
-
-def _link_unnamed(fd: int, path: Path) -> bool:
-    """Give a file of `_open_unnamed` its name; False if that is taken.
-
-    By linkat(2) with AT_SYMLINK_FOLLOW, as open(2) has it: the way that needs no privilege.
-    """
-    source = os.fsencode(f"/proc/self/fd/{fd}")
-    if _libc.linkat(_AT_FDCWD, source, _AT_FDCWD, os.fsencode(path), _AT_SYMLINK_FOLLOW) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number == errno.EEXIST:
-        return False
-    raise OSError(number, os.strerror(number), str(path))
-
-
-_AT_FDCWD, _AT_SYMLINK_FOLLOW = -100, 0x400
-#: What linkat may say where unnamed files can be made, but not named: odd layers, a closed /proc.
-_CANNOT_LINK = frozenset(
-    (errno.ENOENT, errno.EPERM, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-)
-
-
-# --- the filesystem -----------------------------------------------------------------------------
-
-
-def _unescape_mount(text: str) -> str:
-    for code, char in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-        text = text.replace(code, char)
-    return text
-
-
-def filesystem_type(path: Path, mountinfo: str | None = None) -> str:
-    """The type of the filesystem that holds ``path``, as proc_pid_mountinfo(5) names it.
-
-    An unknown one is ``"unknown"`` (no /proc, say).
-    """
-    if mountinfo is None:
-        try:
-            mountinfo = Path("/proc/self/mountinfo").read_text()
-        except OSError:
-            return "unknown"
-    target = os.path.realpath(path)
-    best, found = -1, "unknown"
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        fields = before.split(" ")
-        if len(fields) < 5 or not after:
-            continue
-        point = _unescape_mount(fields[4])
-        inside = target == point or target.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= best:  # a later mount on the same point hides the earlier
-            best, found = len(point), after.split(" ")[0]
-    return found
-
-
-def is_network_filesystem(fstype: str) -> bool:
-    """Whether a filesystem may be elsewhere. One in user space is, unless known to be local."""
-    if fstype == "fuse" or fstype.startswith("fuse."):
-        return fstype not in _LOCAL_FUSE
-    return fstype in _NETWORK_TYPES
-
-
-def free_bytes(path: Path) -> int:
-    """What an unprivileged user may still write to the filesystem of ``path``."""
-    stat = os.statvfs(path)
-    return stat.f_bavail * stat.f_frsize
-
-
-# --- modes --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Modes:
-    """Permission bits of what a store creates, under its umask."""
-
-    umask: int
-
-    @property
-    def data(self) -> int:
-        """Chunks and manifests: nobody edits them in place."""
-        return 0o444 & ~self.umask
-
-    @property
-    def file(self) -> int:
-        """What is written to again, or whose time of use is set: refs, leases, locks, the index."""
-        return 0o666 & ~self.umask
-
-    @property
-    def directory(self) -> int:
-        """With setgid where the group may write: what each member makes is the group's then."""
-        shared = 0 if self.umask & 0o020 else 0o2000
-        return 0o777 & ~self.umask | shared
-
-
-def process_umask() -> int:
-    """This process's umask, read without changing it (os.umask would, for every thread)."""
-    try:
-        fd = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return 0o022
-    try:
-        head = os.read(fd, 256)  # the second line: asked for each directory that is made
-    finally:
-        os.close(fd)
-    found = re.search(rb"^Umask:\s*([0-7]+)$", head, re.MULTILINE)
-    return int(found[1], 8) if found else 0o022

@@ -21,6 +21,7 @@ from cas.digest import Digest
 from cas.errors import Busy, NoSpace
 from cas.index import Absent, Transaction
 from cas.layout import is_writer_id
+from cas.locks import FileLock
 from cas.marking import Marks
 from cas.progress import SILENT, Progress
 from cas.retention import Policy, Root
@@ -258,7 +259,7 @@ def tree_size(path: Path) -> int:
 
 @contextlib.contextmanager
 def _only_one(context: Context) -> Iterator[None]:
-    lock = fsio.FileLock.open(context.layout.gc_lock, context.modes.file)
+    lock = FileLock.open(context.layout.gc_lock, context.modes.file)
     try:
         if not lock.try_exclusive():
             raise Busy("another gc is running on this store; try again when it has ended")

@@ -8,7 +8,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from cas import fsio
+from cas import filesystems, fsio
 from cas.chunking import check_chunk_size
 from cas.errors import (
     NetworkFilesystem,
@@ -20,6 +20,7 @@ from cas.errors import (
 )
 from cas.layout import FANOUT, FORMAT, Layout
 from cas.manifest import canonical_json, load_json, require_keys
+from cas.modes import Modes
 
 #: A longer ``cas.json`` is not one, and is not read any further.
 _MAX_HEADER = 64 << 10
@@ -47,8 +48,8 @@ def check_filesystem(root: Path) -> None:
     existing = root
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
-    fstype = fsio.filesystem_type(existing)
-    if fsio.is_network_filesystem(fstype):
+    fstype = filesystems.type_of(existing)
+    if filesystems.is_network(fstype):
         raise NetworkFilesystem(root, fstype)
 
 
@@ -109,7 +110,7 @@ def _is_half_made(layout: Layout) -> bool:
     return True
 
 
-def create(layout: Layout, chunk_size: int, modes: fsio.Modes) -> Header:
+def create(layout: Layout, chunk_size: int, modes: Modes) -> Header:
     """Make a store at ``layout.root``; if another process is faster, use what it made.
 
     ``cas.json`` comes last, so a half-made store is none.
@@ -136,7 +137,7 @@ def create(layout: Layout, chunk_size: int, modes: fsio.Modes) -> Header:
     return read(layout)
 
 
-def restore_directories(layout: Layout, modes: fsio.Modes) -> None:
+def restore_directories(layout: Layout, modes: Modes) -> None:
     """Make the directories that a copy without empty ones, or a hand, took away."""
     wanted = layout.directories()
     with fsio.os_errors(layout.root):

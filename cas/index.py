@@ -43,6 +43,8 @@ from cas.database import (
 from cas.digest import Digest
 from cas.errors import NoSpace, Refused, StoreDamaged
 from cas.layout import Layout
+from cas.locks import FileLock
+from cas.modes import Modes
 
 __all__ = ["Absent", "Entry", "Index", "Transaction", "is_known"]
 
@@ -62,7 +64,7 @@ class Index:
     _open: ClassVar[dict[tuple[int, int], Index]] = {}
     _registry = threading.Lock()
 
-    def __init__(self, layout: Layout, modes: fsio.Modes, clock: Callable[[], float]) -> None:
+    def __init__(self, layout: Layout, modes: Modes, clock: Callable[[], float]) -> None:
         self.layout = layout
         self.path = layout.index
         self.modes = modes
@@ -71,17 +73,15 @@ class Index:
         self._pid = os.getpid()
         self._mutex = threading.RLock()
         self._depth = 0
-        self._lock = fsio.FileLock.open(layout.index_lock, modes.file)
-        self._gate = fsio.FileLock.open(layout.index_gate, modes.file)
-        self._write_lock = fsio.FileLock.open(layout.write_lock, modes.file)
+        self._lock = FileLock.open(layout.index_lock, modes.file)
+        self._gate = FileLock.open(layout.index_gate, modes.file)
+        self._write_lock = FileLock.open(layout.write_lock, modes.file)
         self._stamped: list[object] = []
         self._suspect = False
         self._database: Database | None = None
 
     @classmethod
-    def open(
-        cls, layout: Layout, modes: fsio.Modes, clock: Callable[[], float] = time.time
-    ) -> Index:
+    def open(cls, layout: Layout, modes: Modes, clock: Callable[[], float] = time.time) -> Index:
         stat = os.stat(layout.root)
         key = (stat.st_dev, stat.st_ino)
         with cls._registry:
@@ -190,7 +190,7 @@ class Index:
                 with self.write() as txn:
                     yield txn
                 return
-            self._take(fsio.FileLock.exclusive)
+            self._take(FileLock.exclusive)
             try:
                 yield Absent()
             finally:
@@ -214,7 +214,7 @@ class Index:
             self._depth += 1
             try:
                 while True:
-                    self._take(fsio.FileLock.shared)
+                    self._take(FileLock.shared)
                     database = self._database
                     current = database and database.identity == identity(self.path)
                     if database and current and not self._suspect:
@@ -226,7 +226,7 @@ class Index:
                 self._lock.unlock()
                 self._depth -= 1
 
-    def _take(self, lock: Callable[[fsio.FileLock], None]) -> None:
+    def _take(self, lock: Callable[[FileLock], None]) -> None:
         """Lock ``locks/index``, shared or exclusive.
 
         flock lets those who share pass one who wants it alone, for ever if they are many. So all
@@ -237,7 +237,7 @@ class Index:
             lock(self._lock)
             while not self._lock.is_current():  # its file was deleted, perhaps with all the store
                 self._lock.close()
-                self._lock = fsio.FileLock.open(self.layout.index_lock, self.modes.file)
+                self._lock = FileLock.open(self.layout.index_lock, self.modes.file)
                 lock(self._lock)
         finally:
             self._gate.unlock()
@@ -284,7 +284,7 @@ class Index:
         """Throw the index away and make it again from the chunk files."""
         self._require_own_process()
         with self._mutex:
-            self._take(fsio.FileLock.exclusive)
+            self._take(FileLock.exclusive)
             try:
                 self._close_environment()
                 self._build(reason)
@@ -293,7 +293,7 @@ class Index:
 
     def _reopen(self) -> None:
         self._close_environment()
-        self._take(fsio.FileLock.exclusive)
+        self._take(FileLock.exclusive)
         try:
             reason = self._why_not_usable()
             if reason is None:

@@ -19,6 +19,7 @@ from cas import fsio
 from cas.digest import Digest
 from cas.errors import CasError, UsageError
 from cas.layout import Layout
+from cas.locks import FileLock
 from cas.manifest import (
     Json,
     as_digest,
@@ -28,6 +29,7 @@ from cas.manifest import (
     load_json,
     require_keys,
 )
+from cas.modes import Modes
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +200,7 @@ def parse_event(line: bytes) -> Event:
 # --- writing ------------------------------------------------------------------------------------
 
 
-def note(layout: Layout, modes: fsio.Modes, happened: Sequence[Event], now: int) -> None:
+def note(layout: Layout, modes: Modes, happened: Sequence[Event], now: int) -> None:
     """Count ``happened`` and append it to the journal; where that is not possible, it is lost."""
     if not happened:
         return
@@ -229,8 +231,8 @@ def _line(event: Event) -> bytes:
 
 
 @contextlib.contextmanager
-def _alone(layout: Layout, modes: fsio.Modes) -> Iterator[None]:
-    lock = fsio.FileLock.open(layout.journal_lock, modes.file)
+def _alone(layout: Layout, modes: Modes) -> Iterator[None]:
+    lock = FileLock.open(layout.journal_lock, modes.file)
     try:
         lock.exclusive()
         yield
@@ -238,7 +240,7 @@ def _alone(layout: Layout, modes: fsio.Modes) -> Iterator[None]:
         lock.close()
 
 
-def _append(path: Path, modes: fsio.Modes, lines: bytes) -> None:
+def _append(path: Path, modes: Modes, lines: bytes) -> None:
     try:
         size = os.stat(path).st_size
     except FileNotFoundError:
@@ -251,7 +253,7 @@ def _append(path: Path, modes: fsio.Modes, lines: bytes) -> None:
     _replace(path, modes, (newest + lines)[-JOURNAL_BYTES:])
 
 
-def _replace(path: Path, modes: fsio.Modes, data: bytes) -> None:
+def _replace(path: Path, modes: Modes, data: bytes) -> None:
     """Put ``data`` at ``path``, whole. The temporary name is the same each time: nobody shares
     it, and what a killed process left there goes with the next one."""
     temporary = path.with_name(f"{path.name}.new")

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from cas import fsio
 from cas.digest import DIGEST_SIZE, Digest
 from cas.layout import Layout, is_writer_id
+from cas.locks import FileLock
+from cas.modes import Modes
 
 _RECORD = 1 + DIGEST_SIZE
 #: A lease of any length is read in about a MiB of memory, besides what it protects.
@@ -45,7 +47,7 @@ class Leased:
 class Lease:
     """This process's protection of digests, from creation to `close`. Thread safe."""
 
-    def __init__(self, layout: Layout, modes: fsio.Modes) -> None:
+    def __init__(self, layout: Layout, modes: Modes) -> None:
         self.layout = layout
         self.id, self._lock = _create(layout, modes)
         self._pid = os.getpid()
@@ -87,12 +89,12 @@ class Lease:
             self._lock.close()
 
 
-def _create(layout: Layout, modes: fsio.Modes) -> tuple[str, fsio.FileLock]:
+def _create(layout: Layout, modes: Modes) -> tuple[str, FileLock]:
     while True:
         writer = secrets.token_hex(16)
         path = layout.lease(writer)
         fsio.step("create", path)
-        lock = fsio.FileLock.create(path, modes.file, locked=True)
+        lock = FileLock.create(path, modes.file, locked=True)
         if lock is None:
             continue
         # Where it could be seen before it was locked, a gc may have taken it for a dead one and
@@ -141,7 +143,7 @@ def remove_dead(layout: Layout, writer: str, clean: Callable[[], None]) -> bool:
 
 
 @contextlib.contextmanager
-def _probe(layout: Layout, writer: str) -> Iterator[fsio.FileLock]:
+def _probe(layout: Layout, writer: str) -> Iterator[FileLock]:
     """Another process's lease, to try its lock; reading is all the permission that needs.
 
     Raises:
@@ -150,7 +152,7 @@ def _probe(layout: Layout, writer: str) -> Iterator[fsio.FileLock]:
     """
     path = layout.lease(writer)
     with fsio.os_errors(path, "read"):
-        lock = fsio.FileLock(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        lock = FileLock(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
     try:
         yield lock
     finally:

@@ -23,6 +23,7 @@ from cas.layout import (
     parse_ref,
     unescape_ref_name,
 )
+from cas.modes import Modes
 
 #: The largest that `parse_generation` reads.
 MAX_GENERATION = 10**18 - 1
@@ -160,9 +161,7 @@ def check_collision(layout: Layout, name: str) -> None:
             raise InvalidName(name, f"it differs from the existing {other!r} only by case")
 
 
-def create(
-    layout: Layout, name: str, manifest: Digest, *, temporary: Path, modes: fsio.Modes
-) -> Ref:
+def create(layout: Layout, name: str, manifest: Digest, *, temporary: Path, modes: Modes) -> Ref:
     """Write the next generation of ``name``, durably. The caller holds the index's write lock.
 
     Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Final
 
-from cas import chunkfiles, fsio
+from cas import chunkfiles, filesystems
 from cas.context import Context
 from cas.digest import Digest
 from cas.errors import NoSpace
@@ -31,7 +31,7 @@ def check_room(
     """
     if len(pieces) < MIN_CHUNKS:
         return
-    free = fsio.free_bytes(context.layout.root)
+    free = filesystems.free_bytes(context.layout.root)
     if sum(map(len, pieces)) <= free:
         return
     unknown = _unknown(context, pieces)

@@ -1,6 +1,6 @@
 """A store for the users of a group: what is in it already gets the permissions of a new umask.
 
-What a store creates has its modes from the start (`cas.fsio.Modes`); this is for the moment in
+What a store creates has its modes from the start (`cas.modes.Modes`); this is for the moment in
 which its owner changes the policy.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from cas import fsio
 from cas.layout import Layout
+from cas.modes import Modes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Adjusted:
     foreign: int
 
 
-def adjust(layout: Layout, modes: fsio.Modes) -> Adjusted:
+def adjust(layout: Layout, modes: Modes) -> Adjusted:
     """Give everything in the store the permissions that ``modes`` gives to what is new.
 
     What its owner may do, group and others may do as well, less the umask; directories get setgid
@@ -44,7 +45,7 @@ def adjust(layout: Layout, modes: fsio.Modes) -> Adjusted:
     return Adjusted(changed, foreign)
 
 
-def _mode(before: int, modes: fsio.Modes) -> int:
+def _mode(before: int, modes: Modes) -> int:
     everybody = (before >> 6 & 0o7) * 0o111
     if stat.S_ISDIR(before):
         # Setgid that is there stays: somebody wants the group of the directory above.

@@ -19,7 +19,9 @@ from cas.context import DEFAULT_BUFFER_BYTES, DEFAULT_WORKERS, Context
 from cas.digest import Digest
 from cas.errors import ManifestDamaged, NoSpace, RefDamaged, StoreNotFound
 from cas.layout import Layout, parse_ref
+from cas.locks import FileLock
 from cas.manifest import Manifest
+from cas.modes import Modes, process_umask
 from cas.progress import SILENT, Progress
 from cas.refs import Ref, RefId
 from cas.writer import Writer, open_writer
@@ -72,7 +74,7 @@ class Store:
         """
         layout = Layout(Path(os.path.abspath(os.path.expanduser(path))))
         header.check_filesystem(layout.root)
-        own = fsio.Modes(fsio.process_umask() if umask is None else umask)
+        own = Modes(process_umask() if umask is None else umask)
         try:
             found = header.read(layout)
         except StoreNotFound:
@@ -82,7 +84,7 @@ class Store:
         overrides = dict(settings or {})
         config = Config.load(layout).overridden(overrides)
         if umask is None and config.umask is not None:
-            own = fsio.Modes(config.umask)
+            own = Modes(config.umask)
         if not read_only:
             header.restore_directories(layout, own)
         return cls(
@@ -187,7 +189,7 @@ class Store:
             config.save(layout, layout.staging(lease.id) / "config", self.context.modes)
         self.context.config = config
         if key == "umask" and config.umask is not None:
-            self.context.modes = self.context.index.modes = fsio.Modes(config.umask)
+            self.context.modes = self.context.index.modes = Modes(config.umask)
             foreign = sharing.adjust(layout, self.context.modes).foreign
             if foreign:
                 logger.warning(
@@ -292,7 +294,7 @@ class Store:
     @contextlib.contextmanager
     def _no_gc(self) -> Iterator[None]:
         """Keep gc from starting: how to read from a disk so full that a lease does not fit."""
-        lock = fsio.FileLock.open(self.context.layout.gc_lock, self.context.modes.file)
+        lock = FileLock.open(self.context.layout.gc_lock, self.context.modes.file)
         try:
             lock.shared()
             yield

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cas import Digest, Store, filestat, fsio
+from cas import Digest, Store, filestat, filesystems
 from cas.errors import NoSpace, UsageError
 from cas.filestat import DISKS, Identity, Known, Sources, decode, encode
 from cas.ingest import Ingest
@@ -61,7 +61,7 @@ def store(root: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    if fsio.filesystem_type(tmp_path) not in DISKS:
+    if filesystems.type_of(tmp_path) not in DISKS:
         pytest.skip("temporary files are not on a disk's filesystem here")
     path = tmp_path / "weights.bin"
     path.write_bytes(DATA)

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from cas import Store, gc, repair, verify
 from cas.digest import Digest
 from cas.errors import NoSpace
-from cas.fsio import free_bytes
+from cas.filesystems import free_bytes
 from cas.journal import Event
 from cas.retention import Policy
 from cas.stats import stats

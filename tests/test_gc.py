@@ -13,6 +13,7 @@ import pytest
 
 from cas import Store, gc
 from cas.errors import Busy
+from cas.locks import FileLock
 from cas.testing import Child, Interleaving, step_hook
 from cas.testing.damage import flip_bit, truncate
 from cas.testing.processes import children
@@ -245,7 +246,7 @@ def test_a_second_gc_is_refused_while_one_runs(store: Store, root: Path) -> None
         first.wait_for("inside")
         with open_store(root / "s", create=False) as mine:
             plan_error: list[Busy] = []
-            lock = gc.fsio.FileLock.open(mine.context.layout.gc_lock, 0o666)
+            lock = FileLock.open(mine.context.layout.gc_lock, 0o666)
             assert not lock.try_exclusive()
             lock.close()
             try:

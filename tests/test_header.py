@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cas import Store, fsio, stats
+from cas import Store, filesystems, stats
 from cas.errors import (
     CasError,
     NetworkFilesystem,
@@ -123,7 +123,7 @@ def test_an_unknown_format_is_refused_by_name(root: Path, found: object) -> None
 
 
 def test_a_network_filesystem_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsio, "filesystem_type", lambda path: "nfs4")
+    monkeypatch.setattr(filesystems, "type_of", lambda path: "nfs4")
     with pytest.raises(NetworkFilesystem, match="nfs4") as caught:
         open_store(root / "s")
     assert caught.value.exit_code == 5

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cas import fsio, leases
+from cas import leases, locks
 from cas.digest import Digest
 from cas.layout import Layout
 from cas.leases import Lease, Leased
+from cas.locks import FileLock
+from cas.modes import Modes
 from cas.testing import Child, Interleaving, forked, step_hook
 from cas.testing.processes import children
 from cas.testing.stores import open_store, scratch
@@ -22,7 +24,7 @@ from cas.testing.strategies import no_deadlines
 
 no_deadlines()
 
-MODES = fsio.Modes(0o022)
+MODES = Modes(0o022)
 A, B, C = (Digest.of(text) for text in (b"a", b"b", b"c"))
 
 
@@ -128,7 +130,7 @@ def test_a_damaged_kind_still_protects(bit: int) -> None:
 def test_a_lease_is_held_from_the_moment_that_it_can_be_seen(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = fsio._link_unnamed
+    real = locks._link_unnamed
 
     def look(fd: int, path: Path) -> bool:
         done = real(fd, path)
@@ -136,7 +138,7 @@ def test_a_lease_is_held_from_the_moment_that_it_can_be_seen(
         assert path.stat().st_mode & 0o777 == 0o644
         return done
 
-    monkeypatch.setattr(fsio, "_link_unnamed", look)
+    monkeypatch.setattr(locks, "_link_unnamed", look)
     old = os.umask(0o077)
     try:
         Lease(layout, MODES).close()
@@ -148,26 +150,26 @@ def test_a_gc_that_takes_a_lease_for_dead_before_it_is_locked_costs_only_the_nam
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On filesystems without unnamed files the lease is seen before it is locked."""
-    monkeypatch.setattr(fsio, "_open_unnamed", lambda directory: None)
+    monkeypatch.setattr(locks, "_open_unnamed", lambda directory: None)
 
     def gc_comes() -> None:  # between the file's creation and its lock
         for name in os.listdir(layout.leases):
             leases.remove_dead(layout, name, lambda: None)
 
-    real = fsio.FileLock.try_exclusive
+    real = FileLock.try_exclusive
     calls: list[int] = []
 
-    def late(lock: fsio.FileLock) -> bool:
+    def late(lock: FileLock) -> bool:
         calls.append(1)
         if len(calls) == 1:
             gc_comes()
         return real(lock)
 
-    fsio.FileLock.try_exclusive = late  # type: ignore[method-assign]
+    FileLock.try_exclusive = late  # type: ignore[method-assign]
     try:
         lease = Lease(layout, MODES)
     finally:
-        fsio.FileLock.try_exclusive = real  # type: ignore[method-assign]
+        FileLock.try_exclusive = real  # type: ignore[method-assign]
     assert calls and lease.id
     lease.add_chunks([A])
     assert leases.read_live(layout).chunks == {A}
@@ -198,7 +200,7 @@ def test_the_staging_of_a_writer_that_starts_while_it_is_taken_for_dead_survives
     layout.lease("0" * 32).write_bytes(b"")
 
     def clean() -> None:
-        lock = fsio.FileLock.open(layout.lease("0" * 32), 0o666)
+        lock = FileLock.open(layout.lease("0" * 32), 0o666)
         assert not lock.try_exclusive()
         lock.close()
 
@@ -235,6 +237,6 @@ def test_a_lease_is_announced_as_a_step(layout: Layout) -> None:
 
 
 def test_files_are_private_or_shared_as_the_umask_says(layout: Layout) -> None:
-    lease = Lease(layout, fsio.Modes(0o002))
+    lease = Lease(layout, Modes(0o002))
     assert Path(layout.lease(lease.id)).stat().st_mode & 0o777 == 0o664
     lease.close()

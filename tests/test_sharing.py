@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from cas import Digest, Store, fsio, gc, quarantine, repair, sharing, stats, verify
+from cas import Digest, Store, gc, quarantine, repair, sharing, stats, verify
 from cas.errors import CasError, PermissionRefused
 from cas.journal import Event
 from cas.layout import Layout
+from cas.modes import Modes
 from cas.retention import Policy
 from cas.testing import Child, KillAt, step_hook
 from cas.testing.damage import flip_bit
@@ -411,7 +412,7 @@ def test_files_of_other_members_are_counted_where_only_they_can_change_them(shar
     BEN.run(lambda: put(shared, "b", TWO))
 
     def widen() -> sharing.Adjusted:
-        return sharing.adjust(Layout(shared), fsio.Modes(0o002))
+        return sharing.adjust(Layout(shared), Modes(0o002))
 
     found = ANN.run(widen)
     assert found.changed > 500 and found.foreign >= 4
@@ -427,7 +428,7 @@ def test_links_out_of_the_store_are_not_followed(root: Path) -> None:
     (root / "outside" / "file").write_bytes(b"mine")
     before = (root / "outside" / "file").stat().st_mode
     (root / "s" / "refs" / "link").symlink_to(root / "outside")
-    sharing.adjust(Layout(root / "s"), fsio.Modes(0o000))
+    sharing.adjust(Layout(root / "s"), Modes(0o000))
     assert (root / "outside").stat().st_mode & 0o777 == 0o700
     assert (root / "outside" / "file").stat().st_mode == before
 

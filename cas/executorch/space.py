@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.export import ExportedProgram
 
-from cas import fsio
+from cas import filesystems
 from cas.executorch.loading import Method
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def warn_of_little_space(methods: Mapping[str, Method], directory: Path) -> None
     place = directory
     while not place.exists() and place != place.parent:
         place = place.parent
-    needed, free = weights_bytes(methods.values()), fsio.free_bytes(place)
+    needed, free = weights_bytes(methods.values()), filesystems.free_bytes(place)
     if needed > free:
         log.warning(
             "the weights have %d bytes, and only %d are free for the output in %s: unless the "

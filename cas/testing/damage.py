@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from cas import fsio
+from cas import filesystems
 
 
 def writable(path: Path) -> None:
@@ -74,7 +74,7 @@ def fill_disk(directory: Path, leave: int = 0) -> Path:
     """Write a file until at most ``leave`` bytes are free; delete it to have the space back."""
     ballast = directory / "ballast-of-a-test"
     with open(ballast, "ab", buffering=0) as file:
-        while (free := fsio.free_bytes(directory)) > leave:
+        while (free := filesystems.free_bytes(directory)) > leave:
             try:
                 file.write(bytes(min(free - leave, 1 << 20)))
             except OSError:  # the filesystem counts metadata that it did not count as free

@@ -55,7 +55,7 @@ def test_a_store_of_an_unknown_format(run: Run, filled: Filled) -> None:
 def test_a_store_on_a_network_filesystem(
     run: Run, filled: Filled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cas.fsio.filesystem_type", lambda *_: "nfs4")
+    monkeypatch.setattr("cas.filesystems.type_of", lambda *_: "nfs4")
     outcome = run("ls")
     assert outcome.code == 5
     assert "network filesystem (nfs4)" in outcome.err

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cas import fsio
+from cas import filesystems
 from cas.filestat import DISKS
 from cas.ingest import Ingest
 from cas.manifest import Recipe
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 def test_the_weights_of_a_mapped_checkpoint_are_hashed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if fsio.filesystem_type(tmp_path) not in DISKS:
+    if filesystems.type_of(tmp_path) not in DISKS:
         pytest.skip("temporary files are not on a disk's filesystem here")
     weights = {"large": torch.randn(1 << 20), "small": torch.ones(7), "other": torch.randn(1 << 20)}
     torch.save(weights, tmp_path / "model.pt")
