@@ -12,15 +12,8 @@ from cas.chunking import MAX_CHUNK_SIZE
 from cas.digest import DIGEST_SIZE
 from cas.errors import CasError
 from cas.layout import FORMAT
-from cas.manifest import (
-    FILE_KEYS,
-    MANIFEST_KEYS,
-    Manifest,
-    as_int,
-    as_list,
-    load_json,
-    require_keys,
-)
+from cas.manifest import FILE_KEYS, MANIFEST_KEYS, Manifest
+from cas.strictjson import as_int, as_list, load_json, require_keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,9 @@ from cas.header import Header
 from cas.index import Index
 from cas.layout import Layout
 from cas.leases import Lease
-from cas.manifest import MAX_MANIFEST_BYTES, Manifest
+from cas.manifest import Manifest
 from cas.modes import Modes
+from cas.strictjson import MAX_DOCUMENT_BYTES
 
 #: Threads that hash and write. Twice the cores keep both busy while some wait for the disk.
 DEFAULT_WORKERS = min(8, 2 * (os.cpu_count() or 1))
@@ -139,7 +140,7 @@ def read_manifest(path: Path, digest: Digest) -> bytes:
     """
     try:
         with fsio.os_errors(path, "read"), open(path, "rb") as file:
-            data = file.read(MAX_MANIFEST_BYTES + 1)
+            data = file.read(MAX_DOCUMENT_BYTES + 1)
     except FileNotFoundError:
         raise ManifestDamaged(str(digest), "is missing") from None
     except OSError as error:

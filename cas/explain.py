@@ -15,10 +15,10 @@ from cas.actions import Actions
 from cas.digest import Digest
 from cas.errors import ActionDamaged, ActionNotFound, CasError, NotFound, RefNotFound, UsageError
 from cas.journal import Event
-from cas.manifest import Json
 from cas.records import ActionRecord
 from cas.refs import Ref
 from cas.store import Store
+from cas.strictjson import Json
 
 #: So many records, the last used ones of a kind, are looked at to find the nearest.
 _NEAREST_OF: Final = 400

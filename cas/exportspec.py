@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cas.errors import Damaged, NotFound, Refused, UsageError
 from cas.layout import check_file_name, check_ref_name
-from cas.manifest import Json
+from cas.strictjson import Json
 
 FORMS = "file.pt2, PKG.MOD:ATTR or FILE.py:ATTR"
 BACKENDS = "portable, xnnpack, cuda or PKG.MOD:PARTITIONER"

@@ -27,21 +27,19 @@ from cas import filesystems, fsio
 from cas.digest import Digest
 from cas.errors import CasError, UsageError
 from cas.layout import Layout
-from cas.manifest import (
-    MAX_MANIFEST_BYTES,
+from cas.manifest import Recipe, encode_part, parse_part
+from cas.mappings import FileRange, Mappings, is_unwritten
+from cas.modes import Modes
+from cas.strictjson import (
+    MAX_DOCUMENT_BYTES,
     Json,
-    Recipe,
     as_digest,
     as_int,
     as_list,
     canonical_json,
-    encode_part,
     load_json,
-    parse_part,
     require_keys,
 )
-from cas.mappings import FileRange, Mappings, is_unwritten
-from cas.modes import Modes
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +189,7 @@ class Sources:
             there = read(self._layout, identity)  # others may have learnt more
             merged = {key: there.get(key, Known()).joined(known) for key, known in ranges.items()}
             data = encode(identity, {**there, **merged})
-            if len(data) > MAX_MANIFEST_BYTES:
+            if len(data) > MAX_DOCUMENT_BYTES:
                 continue
             temporary = staging / f"source-{secrets.token_hex(8)}"
             with fsio.os_errors(path):
@@ -259,7 +257,7 @@ def read(layout: Layout, identity: Identity) -> Ranges:
     """The ranges remembered of a file in this state; none if there are none, or no longer."""
     try:
         with open(layout.source(identity.name), "rb") as file:
-            found, ranges = decode(file.read(MAX_MANIFEST_BYTES + 1))
+            found, ranges = decode(file.read(MAX_DOCUMENT_BYTES + 1))
     except (OSError, CasError):
         return {}
     return ranges if found == identity else {}

@@ -19,8 +19,8 @@ from cas.errors import (
     UsageError,
 )
 from cas.layout import FANOUT, FORMAT, Layout
-from cas.manifest import canonical_json, load_json, require_keys
 from cas.modes import Modes
+from cas.strictjson import canonical_json, load_json, require_keys
 
 #: A longer ``cas.json`` is not one, and is not read any further.
 _MAX_HEADER = 64 << 10

@@ -20,16 +20,8 @@ from cas.digest import Digest
 from cas.errors import CasError, UsageError
 from cas.layout import Layout
 from cas.locks import FileLock
-from cas.manifest import (
-    Json,
-    as_digest,
-    as_int,
-    as_text,
-    canonical_json,
-    load_json,
-    require_keys,
-)
 from cas.modes import Modes
+from cas.strictjson import Json, as_digest, as_int, as_text, canonical_json, load_json, require_keys
 
 logger = logging.getLogger(__name__)
 

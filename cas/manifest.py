@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -18,19 +17,21 @@ from cas.chunking import MAX_CHUNK_SIZE
 from cas.digest import Digest
 from cas.errors import CasError, ManifestDamaged, UsageError
 from cas.layout import FORMAT, check_file_name
+from cas.strictjson import (
+    MAX_SIZE,
+    Json,
+    as_digest,
+    as_int,
+    as_list,
+    as_text,
+    canonical_json,
+    check_json,
+    load_json,
+    require_keys,
+)
 
-Json: TypeAlias = "str | int | bool | list[Json] | dict[str, Json] | None"
-
-MAX_SIZE: Final = 2**63 - 1
 MAX_LITERAL: Final = 1 << 20
-#: 800,000 chunks: 3 TB of weights in one artifact. Bounds what a hostile one can cost.
-MAX_MANIFEST_BYTES: Final = 64 << 20
-#: Twice what that many chunks need. An empty list of three bytes takes twenty times that in memory.
-MAX_LISTS: Final = 2_000_000
-MAX_VALUES: Final = 8_000_000
 MAX_TENSOR_DIMS: Final = 64
-MAX_JSON_DEPTH: Final = 16
-MAX_NAME_CHARS: Final = 4096
 MANIFEST_KEYS: Final = ("format", "files", "tensors", "provenance")
 FILE_KEYS: Final = ("name", "size", "blake3", "recipe")
 
@@ -224,12 +225,6 @@ class Manifest:
 # --- encoding -----------------------------------------------------------------------------------
 
 
-def canonical_json(document: object) -> bytes:
-    return json.dumps(
-        document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
-    ).encode("ascii")
-
-
 def encode_part(part: Part) -> list[Json]:
     """A part as the list that `parse_part` reads."""
     if isinstance(part, ZeroPart):
@@ -261,93 +256,7 @@ def _encode_tensor(entry: TensorEntry) -> dict[str, Any]:
     }
 
 
-def check_json(value: object, what: str = "provenance", depth: int = 0) -> Json:
-    """Only what survives a round trip unchanged: no floats, no other types, bounded depth.
-
-    Raises:
-        UsageError: ``what`` holds something else.
-    """
-    if depth > MAX_JSON_DEPTH:
-        raise UsageError(f"{what} is nested more than {MAX_JSON_DEPTH} deep")
-    if value is None or isinstance(value, (str, bool)):
-        return value
-    if isinstance(value, int):
-        if abs(value) > MAX_SIZE:
-            raise UsageError(f"a number in the {what} is out of range")
-        return value
-    if isinstance(value, (list, tuple)):
-        return [check_json(item, what, depth + 1) for item in value]
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: check_json(item, what, depth + 1) for key, item in value.items()}
-    raise UsageError(f"{what} cannot hold a {type(value).__name__}")
-
-
 # --- parsing ------------------------------------------------------------------------------------
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) != len(pairs):
-        raise UsageError("a key occurs twice")
-    return document
-
-
-def _no_float(text: str) -> Any:
-    raise UsageError(f"{text[:20]} is not an integer")
-
-
-def load_json(data: bytes) -> Any:
-    """Strict JSON: one document, no duplicate keys, no floats.
-
-    Raises:
-        UsageError: anything else, however large or deep.
-    """
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise UsageError(f"it has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}")
-    if data.count(b"[") + data.count(b"{") > MAX_LISTS or data.count(b",") > MAX_VALUES:
-        raise UsageError(f"it has more than {MAX_LISTS} lists or {MAX_VALUES} values")
-    try:
-        return json.loads(
-            data.decode("utf-8"),  # or json would guess other encodings, and skip a BOM
-            object_pairs_hook=_no_duplicates,
-            parse_float=_no_float,
-            parse_constant=_no_float,
-        )
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"not JSON ({type(error).__name__})") from None
-
-
-def require_keys(value: Any, keys: Iterable[str], what: str) -> dict[str, Any]:
-    """``value`` if it is an object with exactly ``keys``; UsageError otherwise."""
-    if not isinstance(value, dict) or set(value) != set(keys):
-        raise UsageError(f"{what} must have exactly the keys {', '.join(sorted(keys))}")
-    return value
-
-
-def as_list(value: Any, what: str) -> list[Any]:
-    """``value`` if it is a list; UsageError otherwise."""
-    if not isinstance(value, list):
-        raise UsageError(f"{what} must be a list")
-    return value
-
-
-def as_int(value: Any, what: str, low: int = 0, high: int = MAX_SIZE) -> int:
-    """``value`` if it is an int (no bool) in the range; UsageError otherwise."""
-    if type(value) is not int or not low <= value <= high:
-        raise UsageError(f"{what} must be a whole number from {low} to {high}")
-    return value
-
-
-def as_text(value: Any, what: str) -> str:
-    """``value`` if it is a string of a reasonable length; UsageError otherwise."""
-    if not isinstance(value, str) or len(value) > MAX_NAME_CHARS:
-        raise UsageError(f"{what} must be a string of at most {MAX_NAME_CHARS} characters")
-    return value
-
-
-def as_digest(value: Any, what: str) -> Digest:
-    """The digest that 64 hexadecimal digits spell; UsageError otherwise."""
-    return Digest.parse("blake3:" + as_text(value, what))
 
 
 def parse_part(value: Any) -> Part:

@@ -15,19 +15,16 @@ from typing import Any, Final, TypeAlias
 from cas.digest import DIGEST_SIZE, Digest
 from cas.errors import ActionDamaged, CasError, UsageError
 from cas.layout import FORMAT
-from cas.manifest import (
+from cas.manifest import Recipe, chunk_sizes, encode_part, parse_part
+from cas.strictjson import (
     Json,
-    Recipe,
     as_digest,
     as_int,
     as_list,
     as_text,
     canonical_json,
     check_json,
-    chunk_sizes,
-    encode_part,
     load_json,
-    parse_part,
     require_keys,
 )
 

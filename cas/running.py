@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cas.errors import CasError
 from cas.imports import ImportWatch
-from cas.manifest import Json
 from cas.scripts import Outcome, Script, execute
+from cas.strictjson import Json
 
 if TYPE_CHECKING:
     from cas.executorch.running import Recorded, Recording

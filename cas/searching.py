@@ -24,7 +24,8 @@ from cas import fsio
 from cas.chunking import cut
 from cas.digest import Digest
 from cas.errors import NotFound, UsageError
-from cas.manifest import ChunkPart, DataPart, FileEntry, Part, load_json
+from cas.manifest import ChunkPart, DataPart, FileEntry, Part
+from cas.strictjson import load_json
 
 logger = logging.getLogger(__name__)
 

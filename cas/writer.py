@@ -22,18 +22,12 @@ from cas.ingest import BARRIER_CHUNKS, Counters, Ingest, Piece, Readable, as_byt
 from cas.layout import check_file_name
 from cas.leases import Lease
 from cas.limits import SizeLimit
-from cas.manifest import (
-    FileEntry,
-    Json,
-    Manifest,
-    Recipe,
-    TensorEntry,
-    check_files,
-)
+from cas.manifest import FileEntry, Manifest, Recipe, TensorEntry, check_files
 from cas.progress import SILENT, Progress
 from cas.reading import PlainReader
 from cas.records import ActionRecord
 from cas.refs import Ref
+from cas.strictjson import Json
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -23,8 +23,8 @@ from cas.digest import Digest
 from cas.errors import CasError
 from cas.journal import Event
 from cas.layout import Layout
-from cas.manifest import Json
 from cas.stats import stats
+from cas.strictjson import Json
 from cas.testing.damage import flip_bit
 from cas.testing.processes import forked
 from cas.testing.stores import CHUNK, collect, commit, contents, open_store, scratch

@@ -12,7 +12,7 @@ from cas import ActionRecord, Digest, Store
 from cas.errors import ActionNotFound, NotFound, RefNotFound, UsageError
 from cas.explain import ABSENT, compare, explain, explain_last
 from cas.journal import Event
-from cas.manifest import Json
+from cas.strictjson import Json
 from cas.testing.stores import open_store
 
 KEY = Digest.of(b"key")

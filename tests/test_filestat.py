@@ -15,7 +15,7 @@ from cas import Digest, Store, filestat, filesystems
 from cas.errors import NoSpace, UsageError
 from cas.filestat import DISKS, Identity, Known, Sources, decode, encode
 from cas.ingest import Ingest
-from cas.manifest import Recipe, ZeroPart, canonical_json
+from cas.manifest import Recipe, ZeroPart
 from cas.mappings import (
     FileRange,
     Mappings,
@@ -24,6 +24,7 @@ from cas.mappings import (
     is_unwritten,
     mappings_from,
 )
+from cas.strictjson import canonical_json
 from cas.testing.steps import step_hook
 from cas.testing.stores import contents, open_store
 

@@ -17,8 +17,8 @@ import pytest
 from cas import Digest, gc, verify
 from cas.errors import CasError, Refused
 from cas.layout import Layout
-from cas.manifest import MAX_MANIFEST_BYTES
 from cas.stats import stats
+from cas.strictjson import MAX_DOCUMENT_BYTES
 from cas.testing import forked
 from cas.testing.damage import writable
 from cas.testing.stores import assert_sound, commit, contents, open_store
@@ -91,7 +91,7 @@ def use_with_a_bad_artifact(layout: Layout) -> None:
 
 @pytest.mark.parametrize(
     "unit, size",
-    [(b"[],", MANY), (b"[],", 8 << 20), (b'"ab",', MAX_MANIFEST_BYTES)],
+    [(b"[],", MANY), (b"[],", 8 << 20), (b'"ab",', MAX_DOCUMENT_BYTES)],
     ids=["100 MiB", "lists", "texts"],
 )
 def test_a_huge_manifest_costs_little_time_and_memory(

@@ -21,9 +21,8 @@ from cas.manifest import (
     Recipe,
     TensorEntry,
     ZeroPart,
-    canonical_json,
-    load_json,
 )
+from cas.strictjson import canonical_json
 from cas.testing.strategies import contents, manifests, no_deadlines, recipes
 
 no_deadlines()
@@ -299,10 +298,6 @@ def test_one_flipped_bit_is_refused_or_parses_to_a_sound_manifest(
 def test_provenance_that_json_cannot_hold_exactly_is_refused_when_written(value: Any) -> None:
     with pytest.raises(UsageError):
         Manifest((), (), value).encode()
-
-
-def test_load_json_keeps_what_a_manifest_needs() -> None:
-    assert load_json(b'{"a":[1,true,null,"x"]}') == {"a": [1, True, None, "x"]}
 
 
 def test_distinct_chunks_are_listed_once() -> None:

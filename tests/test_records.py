@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from cas.digest import Digest
 from cas.errors import ActionDamaged, UsageError
-from cas.manifest import ChunkPart, Recipe, ZeroPart, canonical_json
+from cas.manifest import ChunkPart, Recipe, ZeroPart
 from cas.records import MAX_RECORD_BYTES, TRAILER_BYTES, ActionRecord, scan_chunks
+from cas.strictjson import canonical_json
 from cas.testing.strategies import json_values, no_deadlines, recipes
 
 no_deadlines()

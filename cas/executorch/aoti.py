@@ -22,9 +22,10 @@ from cas.executorch.aoti_layout import BlobLayout, constants_of, put_blob
 from cas.executorch.errors import PackageIncomplete
 from cas.executorch.labels import dtype_name, shape_of
 from cas.executorch.saving import SaveResult, check_destination
-from cas.manifest import Json, Recipe, TensorEntry
+from cas.manifest import Recipe, TensorEntry
 from cas.progress import SILENT, Progress
 from cas.store import Store
+from cas.strictjson import Json
 from cas.version import __version__
 from cas.writer import Writer
 

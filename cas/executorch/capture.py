@@ -38,9 +38,9 @@ from cas.executorch.saving import SaveResult, build_provenance, check_destinatio
 from cas.executorch.tensors import tensor_entries
 from cas.ingest import Counters
 from cas.layout import check_ref_name
-from cas.manifest import Json
 from cas.progress import SILENT, Progress
 from cas.store import Store
+from cas.strictjson import Json
 from cas.torch.mapping import MIN_MAPPED, Mapper
 from cas.torch.spill import Spilled
 from cas.writer import Writer

@@ -18,7 +18,7 @@ from cas.executorch.patches import Patches
 from cas.executorch.saving import describe_provenance
 from cas.executorch.written import WriteRecorder, WrittenProgram, artifact_files
 from cas.layout import check_ref_name
-from cas.manifest import Json
+from cas.strictjson import Json
 from cas.writer import Commit
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from cas.assemble import check_directory
 from cas.errors import Refused
 from cas.executorch.seams import executorch_version
-from cas.manifest import Json
+from cas.strictjson import Json
 from cas.version import __version__
 from cas.writer import Commit
 

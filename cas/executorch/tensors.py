@@ -13,7 +13,8 @@ from executorch.exir.tensor import get_scalar_type
 from cas.executorch.blob import StoredBytes
 from cas.executorch.labels import Label, Labels, dtype_name, shape_of
 from cas.executorch.recipes import MAIN, Piece, data_file_name
-from cas.manifest import MAX_NAME_CHARS, TensorEntry
+from cas.manifest import TensorEntry
+from cas.strictjson import MAX_NAME_CHARS
 
 
 def tensor_entries(

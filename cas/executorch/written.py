@@ -24,7 +24,8 @@ from cas.executorch.recipes import MAIN, build_recipes, data_file_name, pieces_o
 from cas.executorch.tensors import tensor_entries
 from cas.ingest import Counters
 from cas.layout import check_file_name
-from cas.manifest import Json, Recipe, TensorEntry
+from cas.manifest import Recipe, TensorEntry
+from cas.strictjson import Json
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from cas.manifest import (
     ChunkPart,
     DataPart,
     FileEntry,
-    Json,
     Manifest,
     Part,
     Recipe,
     TensorEntry,
     ZeroPart,
 )
+from cas.strictjson import Json
 
 _NAME = string.ascii_letters + string.digits + "._+=,-"
 

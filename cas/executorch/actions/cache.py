@@ -29,9 +29,9 @@ from cas.executorch.actions.replay import Freezer, Thawer
 from cas.executorch.actions.weights import StorageDigests
 from cas.executorch.intake import Intake
 from cas.journal import Event, Outcome
-from cas.manifest import Json
 from cas.records import ActionRecord
 from cas.store import Store
+from cas.strictjson import Json
 from cas.writer import Writer
 
 logger = logging.getLogger(__name__)

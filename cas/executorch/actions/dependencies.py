@@ -15,7 +15,7 @@ from cas.executorch.actions.drift import VARIABLES
 from cas.executorch.actions.errors import Unrecordable
 from cas.executorch.actions.observer import Observed
 from cas.executorch.actions.sources import file_digest
-from cas.manifest import Json
+from cas.strictjson import Json
 
 _SYSTEM: Final = ("/dev/", "/proc/", "/sys/")
 #: What they are is a fact of every action; the last two are parts of this package.

@@ -15,7 +15,7 @@ from cas.executorch.actions.policy import STRICT, KeyPolicy
 from cas.executorch.actions.programs import ProgramEncoder
 from cas.executorch.actions.stream import Stream
 from cas.executorch.actions.weights import StorageDigests
-from cas.manifest import Json
+from cas.strictjson import Json
 
 #: Change it with anything about how keys are made: older records are then no longer found.
 SCHEMA: Final = "cas action key 1"

@@ -10,7 +10,7 @@ from typing import Final
 
 from cas.errors import UsageError
 from cas.journal import Event
-from cas.manifest import Json
+from cas.strictjson import Json
 
 
 class ActionMismatch(UserWarning):

@@ -22,8 +22,9 @@ from cas.executorch.actions.lowered import content_digest
 from cas.executorch.blob import PREFIX, StoredBytes
 from cas.executorch.intake import Intake
 from cas.executorch.recipes import MAX_LITERAL
-from cas.manifest import Json, Recipe, as_int, as_list, as_text, require_keys
+from cas.manifest import Recipe
 from cas.records import ActionRecord
+from cas.strictjson import Json, as_int, as_list, as_text, require_keys
 
 VERSION: Final = 1
 MAX_ALIGNMENT: Final = 1 << 31

@@ -46,9 +46,10 @@ from cas.executorch.intake import Intake
 from cas.executorch.patches import Patches
 from cas.executorch.seams import PROGRAM
 from cas.journal import Event, Outcome
-from cas.manifest import Json, Recipe
+from cas.manifest import Recipe
 from cas.records import ActionRecord
 from cas.store import Store
+from cas.strictjson import Json
 from cas.writer import Writer
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from cas.executorch.actions.policy import WHOLE_EXPORT
 from cas.executorch.actions.sources import tree_digest
 from cas.executorch.actions.stream import Stream
 from cas.executorch.actions.weights import StorageDigests
-from cas.manifest import Json
+from cas.strictjson import Json
 
 #: Change it with anything about what a record of a whole export holds.
 SUBJECT: Final = "whole export 1"

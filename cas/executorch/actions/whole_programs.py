@@ -17,17 +17,9 @@ from cas.executorch.blob import PREFIX, StoredBytes
 from cas.executorch.intake import Intake
 from cas.executorch.recipes import MAIN, build_recipes, data_file_name, pieces_of
 from cas.executorch.tensors import tensor_entries
-from cas.manifest import (
-    Json,
-    Recipe,
-    TensorEntry,
-    as_int,
-    as_list,
-    as_text,
-    check_json,
-    require_keys,
-)
+from cas.manifest import Recipe, TensorEntry
 from cas.records import ActionRecord
+from cas.strictjson import Json, as_int, as_list, as_text, check_json, require_keys
 
 if TYPE_CHECKING:
     from cas.executorch.actions.whole import Lowering

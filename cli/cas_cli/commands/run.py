@@ -16,9 +16,9 @@ import click
 
 from cas.errors import CasError, ReadOnlyStore
 from cas.layout import check_ref_name
-from cas.manifest import Json
 from cas.running import RunOptions, RunResult, run
 from cas.scripts import Script, execute
+from cas.strictjson import Json
 from cas_cli import options
 from cas_cli.app import App, current
 from cas_cli.commands.export import MissingExtra
