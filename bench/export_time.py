@@ -39,7 +39,7 @@ def export(work: Path, engine: str, spec: dict[str, Any]) -> dict[str, Any]:
     done = measure(
         {**spec, "engine": engine, "out": str(out)},
         log=work / "log",
-        # Not before the process starts: what was settled does not stay so for the seconds of imports.
+        # Not before the process starts: what was settled does not stay so while it imports.
         when_idle=lambda: settle(work, 4 * spec["layers"] * LAYER_BYTES),
     )
     if done.result is None:

@@ -130,7 +130,7 @@ def test_peak_memory_is_a_fraction_of_the_weights(
     kind: str, backend: str, strict: bool, stock: float, most: float, tmp_path: Path
 ) -> None:
     assert peak(tmp_path, kind, backend, strict=strict, captured=False) > 0.9 * stock
-    # What is left, 0.15 to 0.2, is one buffer of a chunk per worker, the graph and the recipes, which
-    # do not grow with the weights; the bound leaves room for what the allocator keeps beside them.
-    # bench/memory.py gives the true figure, over a model large enough for these not to count.
+    # What is left, 0.15 to 0.2, is one buffer of a chunk per worker, the graph and the recipes,
+    # which do not grow with the weights; the bound leaves room for what the allocator keeps beside
+    # them. bench/memory.py gives the true figure, over a model large enough for these not to count.
     assert peak(tmp_path, kind, backend, strict=strict, captured=True) < most
