@@ -105,6 +105,16 @@ class Config:
             raise UsageError(f"unknown setting {key!r}; settings are {', '.join(KEYS)}")
         return replace(self, **{key: _PARSERS[key](text)})
 
+    def without(self, key: str) -> Config:
+        """A copy in which ``key`` is the default again.
+
+        Raises:
+            UsageError: unknown key.
+        """
+        if key not in KEYS:
+            raise UsageError(f"unknown setting {key!r}; settings are {', '.join(KEYS)}")
+        return replace(self, **{key: getattr(Config(), key)})
+
     def overridden(self, values: Mapping[str, str]) -> Config:
         """A copy with ``values``, by key, in place of what it has.
 

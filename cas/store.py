@@ -173,11 +173,12 @@ class Store:
             return refs.read(self.context.layout, target)
         return target
 
-    def set_config(self, key: str, value: str) -> Config:
-        """Change one setting of the store and return the new configuration.
+    def set_config(self, key: str, value: str | None) -> Config:
+        """Change one setting of the store, None: to its default; return the new configuration.
 
         A new ``umask`` is applied to what is in the store already; a warning says how many files
-        belong to other users, who have to change theirs.
+        belong to other users, who have to change theirs. A umask that is taken back changes no
+        permissions of what is there.
 
         Raises:
             UsageError, ReadOnlyStore
@@ -185,7 +186,8 @@ class Store:
         self.context.require_writable("change its configuration")
         layout = self.context.layout
         with self.context.lease() as lease, self.context.index.write():
-            config = Config.load(layout).with_value(key, value)  # others may have changed it
+            config = Config.load(layout)  # others may have changed it
+            config = config.without(key) if value is None else config.with_value(key, value)
             config.save(layout, layout.staging(lease.id) / "config", self.context.modes)
         self.context.config = config
         if key == "umask" and config.umask is not None:

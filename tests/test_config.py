@@ -191,6 +191,16 @@ def test_a_umask_is_what_it_spells_as_text_and_as_an_octal_number(
     assert Config.load(Layout(tmp_path)).umask == umask
 
 
+def test_what_is_taken_back_is_the_default_again(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "s") as store:
+        for key, value in (("grace", "2h"), ("umask", "0007"), ("max_size", "10%")):
+            store.set_config(key, value)
+            assert store.set_config(key, None) == Config()
+        with pytest.raises(UsageError, match="unknown setting"):
+            store.set_config("color", None)
+    assert Config.load(Layout(tmp_path / "s")) == Config()
+
+
 def test_two_who_have_the_store_open_keep_each_others_settings(tmp_path: Path) -> None:
     with Store.open(tmp_path / "s") as one, Store.open(tmp_path / "s") as other:
         one.set_config("grace", "1h")

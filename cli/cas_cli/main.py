@@ -11,12 +11,15 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from cas_cli.failures import Failure, OutputGone, Unhandled, describe
 from cas_cli.options import Given, Group, wants_json
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 #: Section -> command -> one line for the list. A test keeps the lines equal to the commands' own.
 SECTIONS = {
@@ -72,6 +75,15 @@ class Cas(Group):
             hint = f"; did you mean {close[0]!r}?" if close else ""
             ctx.fail(f"there is no command {name!r}{hint}")
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Offer the commands without importing every one of them for its line of help."""
+        from click.shell_completion import CompletionItem
+
+        lines = [line for commands in SECTIONS.values() for line in commands.items()]
+        found = [CompletionItem(name, help=line) for name, line in lines]
+        fitting = [item for item in found if item.value.startswith(incomplete)]
+        return [*fitting, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write("\n" + INTRODUCTION)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from typing import Any
 
 import click
@@ -26,6 +27,19 @@ def size(nbytes: int) -> str:
             break
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{digits}f} {unit}"
+
+
+def count(number: int, thing: str) -> str:
+    """A number of things, whose plural ends in s: ``1 chunk``, ``2 chunks``."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def moment(seconds: float) -> str:
+    """A time since the epoch, as the clock here shows it: ``2026-11-30 10:12:07``."""
+    try:
+        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # times come from files, and can be any number
+        return "?"
 
 
 def ratio(new: int, logical: int) -> str:

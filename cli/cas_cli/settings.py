@@ -11,8 +11,9 @@ from cas.config import NONE, parse_age, parse_count, parse_duration, parse_size,
 from cas.errors import UsageError
 from cas_cli.options import Given
 
-#: The origin of a value that the store itself holds.
+#: The origins of a value that the store itself holds, and of one that nobody gave.
 FROM_STORE = "store's config.toml"
+FROM_DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,9 @@ class Effective:
     origin: str
 
     @property
-    def from_store(self) -> bool:
-        return self.origin == FROM_STORE
+    def from_outside(self) -> bool:
+        """Whether a flag or the environment decided, whatever the store says."""
+        return self.origin not in (FROM_STORE, FROM_DEFAULT)
 
     def shown(self) -> str:
         return self.setting.show(self.value)
@@ -128,7 +130,7 @@ SETTINGS = (
         lambda: False, False, "compute everything; run scripts as if cas were not there",
     ),
     Setting(
-        "recheck", "--recheck SHARE", "CAS_RECHECK", parse_share, lambda v: f"{v:g}", lambda: 0.0,
+        "recheck", "--recheck", "CAS_RECHECK", parse_share, lambda v: f"{v:g}", lambda: 0.0,
         False, "the share of what was computed before to compute again, and compare",
     ),
 )  # fmt: skip
@@ -150,7 +152,7 @@ def resolve(
         return Effective(setting, value, f"environment {setting.env}")
     if setting.stored and setting.name in stored:
         return Effective(setting, stored[setting.name], FROM_STORE)
-    return Effective(setting, setting.default(), "default")
+    return Effective(setting, setting.default(), FROM_DEFAULT)
 
 
 def _parsed(setting: Setting, value: object, where: str) -> Any:

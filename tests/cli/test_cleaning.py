@@ -323,7 +323,7 @@ def test_the_quarantine_can_be_emptied(run: Run, filled: Filled) -> None:
     assert run("stats", "--json").json["quarantined_bytes"] == CHUNK
     outcome = run("verify", "--drop-quarantine")
     assert outcome.code == 0
-    assert "deleted 1 files in quarantine, 64.0 KiB" in outcome.out
+    assert "deleted 1 file in quarantine, 64.0 KiB" in outcome.out
     assert run("stats", "--json").json["quarantined_bytes"] == 0
 
 

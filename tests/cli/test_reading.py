@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cas import Digest, Store
+from cas import ActionRecord, Digest, Store
+from cas.testing.stores import open_store
+from cas_cli.render import moment
 
 from .conftest import CHUNK, Filled, Run
 
@@ -48,6 +52,45 @@ def test_a_damaged_artifact_does_not_hide_the_others(run: Run, filled: Filled) -
     assert outcome.code == 0
     assert "models/one" in outcome.out
     assert "damaged" in outcome.out
+
+
+def test_ls_lists_actions_by_their_last_use(run: Run, filled: Filled) -> None:
+    first, second = (
+        ActionRecord(Digest.of(bytes([i])), "delegate", {}, None, label=f"number {i}")
+        for i in range(2)
+    )
+    assert "no recorded actions in this store" in run("ls", "--actions").err
+    with open_store(filled.path) as store, store.writer() as writer:
+        recipe = writer.put(b"compiled")
+        writer.put_actions([replace(first, recipes=(recipe,), microseconds=2_500_000), second])
+        os.utime(store.context.layout.action(first.key), (2e9, 2e9))
+    lines = run("ls", "--actions").out.splitlines()
+    assert lines[0].split() == ["KEY", "KIND", "LABEL", "TOOK", "SIZE", "LAST", "USED"]
+    assert lines[1].split()[:7] == [first.short, "delegate", "number", "0", "2.5", "s", "8"]
+    assert lines[2].split()[0] == second.short
+    (row,) = run("ls", "--actions", "number 0", "--json").json["actions"]
+    assert (row["key"], row["bytes"], row["last_used"]) == (first.key.hex(), 8, 2_000_000_000)
+    assert run("rm", "--action", lines[2].split()[0]).code == 0
+    assert "no label starts with other" in run("ls", "--actions", "other").err
+    assert run("ls", "--actions", "--all").code == 2
+
+
+def test_a_damaged_action_does_not_hide_the_others(run: Run, filled: Filled) -> None:
+    records = [ActionRecord(Digest.of(bytes([i])), "delegate", {}, None) for i in range(2)]
+    with open_store(filled.path) as store, store.writer() as writer:
+        writer.put_actions(records)
+        path = store.context.layout.action(records[0].key)
+    path.chmod(0o600)
+    path.write_bytes(b"rotten")
+    os.utime(path, (2e9, 2e9))
+    outcome = run("ls", "--actions")
+    assert outcome.code == 0 and outcome.out.count("delegate") == 1
+    assert outcome.out.splitlines()[1].split()[:4] == [records[0].short, "damaged", "?", "?"]
+
+
+def test_a_time_that_no_calendar_has_is_shown_as_unknown() -> None:
+    assert moment(0).startswith(("1969-12-31 ", "1970-01-01 "))
+    assert moment(1e18) == "?"
 
 
 def test_show_tells_files_tensors_and_origin(run: Run, filled: Filled) -> None:

@@ -109,6 +109,31 @@ def test_a_malformed_policy_of_the_environment_is_named(run: Run, filled: Filled
     assert "CAS_MAX_SIZE: 'lots' is not a size such as 200G" in outcome.err
 
 
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [("umask", "0027"), ("grace", "2h"), ("keep_last", "3"), ("max_size", "1G")],
+)
+def test_unset_takes_a_setting_back(run: Run, filled: Filled, key: str, text: str) -> None:
+    before = run("config", "get", key).out
+    assert run("config", "set", key, text).code == 0
+    outcome = run("config", "unset", key)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out == f"{key} = {before.rstrip()} (default)\n"
+    assert (filled.path / "config.toml").read_text() == ""
+
+
+def test_unset_makes_no_store(run: Run, store_dir: Path) -> None:
+    assert run("config", "unset", "grace").code == 3
+    assert not store_dir.exists()
+
+
+def test_a_policy_that_is_set_to_none_is_not_said_to_be_decided_elsewhere(
+    run: Run, filled: Filled
+) -> None:
+    outcome = run("config", "set", "older_than", "none")
+    assert (outcome.out, outcome.err) == ("older_than = none (default)\n", "")
+
+
 def test_set_tells_when_something_else_still_decides(run: Run, filled: Filled) -> None:
     outcome = run("config", "set", "grace", "2h", env={"CAS_GRACE": "1d"})
     assert outcome.code == 0
@@ -122,7 +147,7 @@ def test_what_a_store_does_not_hold_cannot_be_set_there(run: Run, filled: Filled
 
 
 def test_unknown_settings_are_refused_with_the_known_ones(run: Run, filled: Filled) -> None:
-    for words in (("get", "colour"), ("set", "colour", "red")):
+    for words in (("get", "colour"), ("set", "colour", "red"), ("unset", "colour")):
         outcome = run("config", *words)
         assert outcome.code == 2
         assert "umask, grace" in outcome.err

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import click
 
-from cas_cli import options
+from cas_cli import completion, options
 from cas_cli.app import current
 from cas_cli.outputs import OutputDirectory, require_directory
 from cas_cli.render import size
 
 
 @options.command(short_help="Write the files of an artifact.")
-@click.argument("name", metavar="NAME[@GEN]")
+@click.argument("name", metavar="NAME[@GEN]", shell_complete=completion.artifacts)
 @click.option(
     "-o",
     "--output",

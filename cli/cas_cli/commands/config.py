@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cas.errors import UsageError
-from cas_cli import options
+from cas_cli import completion, options
 from cas_cli.app import App, current
 from cas_cli.render import table
 from cas_cli.settings import BY_NAME
@@ -45,7 +45,7 @@ def command(ctx: click.Context) -> None:
 
 
 @command.command(name="get", short_help="Print one setting's effective value.")
-@click.argument("key")
+@click.argument("key", shell_complete=completion.settings)
 def get(key: str) -> None:
     """Print the effective value of KEY."""
     app = current()
@@ -54,22 +54,37 @@ def get(key: str) -> None:
 
 
 @command.command(name="set", short_help="Write a setting to the store's config.toml.")
-@click.argument("key")
+@click.argument("key", shell_complete=completion.settings)
 @click.argument("value")
 def set_(key: str, value: str) -> None:
     """Set KEY to VALUE in the store's config.toml, for everybody who uses the store."""
     app = current()
-    setting = BY_NAME[_known(key)]
-    if not setting.stored:
-        raise UsageError(f"{key} is not kept in a store; give {setting.flag}, or set {setting.env}")
-    with app.store(create=True, write=True) as store:
+    _check_stored(key)
+    with app.store(create=True, write=True, command="config set") as store:
         store.set_config(key, value)
     _tell(app, key)
 
 
+@command.command(name="unset", short_help="Take a setting out of the store's config.toml.")
+@click.argument("key", shell_complete=completion.settings)
+def unset(key: str) -> None:
+    """Take KEY out of the store's config.toml, so that its default counts again."""
+    app = current()
+    _check_stored(key)
+    with app.store(write=True, command="config unset") as store:
+        store.set_config(key, None)
+    _tell(app, key)
+
+
+def _check_stored(key: str) -> None:
+    setting = BY_NAME[_known(key)]
+    if not setting.stored:
+        raise UsageError(f"{key} is not kept in a store; give {setting.flag}, or set {setting.env}")
+
+
 def _tell(app: App, key: str) -> None:
     effective = app.effective(key)
-    if not effective.from_store:
+    if effective.from_outside:
         click.echo(f"cas: note: {effective.origin} still decides here", err=True)
     app.report(
         _document(effective),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_cli import options
+from cas_cli import completion, options
 from cas_cli.app import current
-from cas_cli.render import printable
+from cas_cli.render import moment, printable
 
 if TYPE_CHECKING:
     from cas.explain import Difference, Explanation, LastRun, Miss
@@ -21,8 +20,8 @@ _SHOWN = 10
 
 
 @options.command(short_help="Tell why two runs did not share their work.")
-@click.argument("before", required=False)
-@click.argument("after", required=False)
+@click.argument("before", required=False, shell_complete=completion.artifacts)
+@click.argument("after", required=False, shell_complete=completion.artifacts)
 @click.option("--last", is_flag=True, help="Explain what the last run had to compute.")
 def command(before: str | None, after: str | None, last: bool) -> None:
     """Tell why two runs did not share their work.
@@ -144,9 +143,8 @@ def _show(found: Explanation, verbose: bool) -> None:
 
 
 def _show_run(run: LastRun, verbose: bool) -> None:
-    when = datetime.fromtimestamp(run.time).strftime("%Y-%m-%d %H:%M:%S")
     _say(
-        f"run of {when}: {run.hits} out of the store, {len(run.misses)} computed, "
+        f"run of {moment(run.time)}: {run.hits} out of the store, {len(run.misses)} computed, "
         f"{len(run.uncacheable)} not cacheable"
     )
     groups: dict[tuple[str, ...], list[Miss]] = {}

@@ -27,11 +27,11 @@ from cas.exportspec import (
 )
 from cas.layout import check_file_name, check_ref_name
 from cas.refs import check_collision
-from cas_cli import options
+from cas_cli import completion, options
 from cas_cli.app import App, current
 from cas_cli.outputs import OutputDirectory, require_directory
 from cas_cli.quiet import quiet, stdout_to_stderr
-from cas_cli.render import ratio, size
+from cas_cli.render import count, ratio, size
 
 if TYPE_CHECKING:
     from cas.executorch.saving import SaveResult
@@ -114,7 +114,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @options.command(short_help="Export a model with ExecuTorch through the store.")
-@click.argument("source")
+@click.argument("source", shell_complete=completion.files)
 @click.option(
     "-o",
     "--output",
@@ -123,15 +123,20 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
     type=OutputDirectory(),
     help="Where the files go; created if it is not there.",
 )
-@click.option("--name", help="The artifact's name; made from SOURCE by default.")
+@click.option("--name", metavar="NAME", help="The artifact's name; made from SOURCE by default.")
 @click.option(
-    "--basename", default="model", show_default=True, help="The program's file name, without .pte."
+    "--basename",
+    metavar="NAME",
+    default="model",
+    show_default=True,
+    help="The program's file name, without .pte.",
 )
 @click.option(
     "--backend",
     default="portable",
     show_default=True,
     metavar="portable|xnnpack|cuda|PKG.MOD:PARTITIONER",
+    shell_complete=completion.backends,
     help="What to lower to.",
 )
 @click.option(
@@ -308,7 +313,7 @@ def _report(app: App, result: SaveResult, output: Path, seconds: float) -> None:
             f"recorded as {document['ref']} in {seconds:.1f} s: {size(commit.logical_bytes)} in "
             f"the files, {size(commit.new_bytes)} new in the store "
             f"({ratio(commit.new_bytes, commit.logical_bytes)}, "
-            f"{commit.new_chunks} of {commit.chunks} chunks)"
+            f"{commit.new_chunks} of {count(commit.chunks, 'chunk')})"
         )
 
     app.report(document, show)

@@ -11,7 +11,7 @@ from cas.config import Size, parse_age, parse_count, parse_duration, parse_size
 from cas_cli import options
 from cas_cli.app import App, current
 from cas_cli.failures import DAMAGED
-from cas_cli.render import size
+from cas_cli.render import count, size
 
 if TYPE_CHECKING:
     from cas.gc import Plan, Report
@@ -118,15 +118,15 @@ def _report(app: App, planned: Plan, report: Report | None) -> None:
         for name in generations:
             click.echo(f"{would} {name}")
         if records:
-            click.echo(f"{would} {len(records)} action records")
-        what = f"{len(planned.chunks)} chunks, {size(planned.dead_bytes)}"
+            click.echo(f"{would} {count(len(records), 'action record')}")
+        what = f"{count(len(planned.chunks), 'chunk')}, {size(planned.dead_bytes)}"
         if planned.staged_bytes:
             what += f", and {size(planned.staged_bytes)} that dead processes left"
         click.echo(
             f"would delete {what}" if report is None else f"found {what}; freed {size(freed)}"
         )
         if spared:
-            click.echo(f"spared {spared} chunks that are young or in use again")
+            click.echo(f"spared {count(spared, 'chunk')}: young, or in use again")
 
     app.report(document, show)
     if planned.over_bytes:

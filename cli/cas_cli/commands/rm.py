@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import click
 
-from cas_cli import options
+from cas_cli import completion, options
 from cas_cli.app import current
 
 
 @options.command(short_help="Remove artifacts, or single generations of them.")
-@click.argument("names", metavar="NAME[@GEN]...", nargs=-1)
+@click.argument("names", metavar="NAME[@GEN]...", nargs=-1, shell_complete=completion.artifacts)
 @click.option(
     "--action",
     "actions",
     metavar="KEY",
     multiple=True,
+    shell_complete=completion.actions,
     help="Forget an action, by the first digits of its key; may be repeated.",
 )
 @click.option("-n", "--dry-run", is_flag=True, help="Only tell what would be removed.")

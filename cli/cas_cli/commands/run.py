@@ -19,7 +19,7 @@ from cas.layout import check_ref_name
 from cas.running import RunOptions, RunResult, run
 from cas.scripts import Script, execute
 from cas.strictjson import Json
-from cas_cli import options
+from cas_cli import completion, options
 from cas_cli.app import App, current
 from cas_cli.commands.export import MissingExtra
 from cas_cli.failures import Unhandled
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     short_help="Run an export script under the store, unchanged.",
     context_settings={"allow_interspersed_args": False},
 )
-@click.option("--name", help="The artifact's name; made from the output file's by default.")
+@click.option(
+    "--name", metavar="NAME", help="The artifact's name; made from the output file's by default."
+)
 @click.option(
     "-m",
     "is_module",
@@ -53,8 +55,8 @@ if TYPE_CHECKING:
     help="Write what was recorded to FILE, as JSON.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="Do not say at the end what was recorded.")
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.argument("script", shell_complete=completion.files)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=completion.files)
 def command(
     name: str | None,
     is_module: bool,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_cli import options
+from cas_cli import completion, options
 from cas_cli.app import current
 from cas_cli.render import pairs, size, table
 
@@ -20,7 +20,7 @@ FEW = 10
 
 
 @options.command(short_help="Show an artifact's files, tensors and origin.")
-@click.argument("name", metavar="NAME[@GEN]")
+@click.argument("name", metavar="NAME[@GEN]", shell_complete=completion.artifacts)
 @click.option("--files", "only_files", is_flag=True, help="Only the files.")
 @click.option("--tensors", "only_tensors", is_flag=True, help="Only the tensors, all of them.")
 def command(name: str, only_files: bool, only_tensors: bool) -> None:

@@ -9,7 +9,7 @@ import click
 
 from cas_cli import options
 from cas_cli.app import current
-from cas_cli.render import pairs, size
+from cas_cli.render import count, pairs, size
 
 if TYPE_CHECKING:
     from cas.journal import Tally
@@ -66,7 +66,7 @@ def _rows(found: Stats, max_bytes: int | None) -> list[tuple[str, str]]:
     times = f"  ({logical / physical:.2f} x physical)" if physical and logical else ""
     rows = [
         ("store", found.store),
-        ("artifacts", f"{found.refs}, in {found.generations} generations"),
+        ("artifacts", f"{found.refs}, in {count(found.generations, 'generation')}"),
         ("chunks", str(found.chunks)),
         ("logical", size(logical) + times),
         ("physical", size(physical) + ("" if max_bytes is None else f" of {size(max_bytes)}")),

@@ -12,7 +12,7 @@ from cas.config import parse_duration
 from cas_cli import options
 from cas_cli.app import App, current
 from cas_cli.failures import DAMAGED
-from cas_cli.render import printable, size
+from cas_cli.render import count, printable, size
 
 if TYPE_CHECKING:
     from cas.quarantine import Plan
@@ -166,7 +166,7 @@ def _document(wanted: Request, outcome: Outcome) -> dict[str, Any]:
 
 def _show(wanted: Request, outcome: Outcome) -> None:
     report = outcome.report
-    click.echo(f"checked {report.checked_chunks} chunks, {size(report.checked_bytes)}")
+    click.echo(f"checked {count(report.checked_chunks, 'chunk')}, {size(report.checked_bytes)}")
     for item in report.damaged:
         click.echo(f"damaged {item}")
     for key in report.damaged_records:
@@ -214,6 +214,7 @@ def _show_repair(wanted: Request, report: Report, repaired: Repair) -> None:
 
 def _show_quarantine(wanted: Request, plan: Plan) -> None:
     verb = "would delete" if wanted.dry_run else "deleted"
-    click.echo(f"{verb} {len(plan.drop)} files in quarantine, {size(plan.dropped_bytes)}")
+    dropped = count(len(plan.drop), "file")
+    click.echo(f"{verb} {dropped} in quarantine, {size(plan.dropped_bytes)}")
     for item in plan.keep:
         click.echo(f"kept {item.name}: {printable(item.reason)}")
