@@ -16,6 +16,7 @@ from typing import Final
 
 from cas import fsio
 from cas.errors import CasError
+from cas.layout import parse_digest_name
 from cas.locks import FileLock
 from cas.progress import SILENT, Progress
 
@@ -111,13 +112,29 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def remove_idle(directory: Path) -> None:
-    """Remove the files that killed processes left; nobody waits for them. gc's part."""
+    """Remove the files that killed processes left; nobody waits for them. gc's part.
+
+    What is no lock of an action by its name is left alone, as everywhere in a store; so is, with
+    a warning, what has such a name and is no file.
+    """
     with contextlib.suppress(FileNotFoundError):
         for path in sorted(directory.iterdir()):
-            with contextlib.suppress(FileNotFoundError), fsio.os_errors(path, "remove"):
-                lock = FileLock(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-                try:
-                    if lock.try_exclusive():
-                        fsio.unlink(path)
-                finally:
-                    lock.close()
+            if parse_digest_name(path.name):
+                _remove_if_idle(path)
+
+
+def _remove_if_idle(path: Path) -> None:
+    try:
+        with fsio.os_errors(path, "remove"):
+            lock = FileLock.find(path)
+    except FileNotFoundError:
+        if path.is_symlink() or path.exists():
+            logger.warning("%s is no file of this store, and is left alone", path)
+        return
+    try:
+        # Its owner may have removed it since, and another made a new one of that name.
+        if lock.try_exclusive() and lock.is_current():
+            with fsio.os_errors(path, "remove"):
+                fsio.unlink(path)
+    finally:
+        lock.close()

@@ -147,12 +147,12 @@ def _probe(layout: Layout, writer: str) -> Iterator[FileLock]:
     """Another process's lease, to try its lock; reading is all the permission that needs.
 
     Raises:
-        FileNotFoundError: the writer has ended.
+        FileNotFoundError: the writer has ended, or what has its name is no file.
         PermissionRefused
     """
     path = layout.lease(writer)
     with fsio.os_errors(path, "read"):
-        lock = FileLock(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        lock = FileLock.find(path)
     try:
         yield lock
     finally:

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -62,6 +63,17 @@ class FileLock:
             raise
         lock.close()
         return None
+
+    @classmethod
+    def find(cls, path: Path) -> FileLock:
+        """The lock at ``path``, for who only asks for it; reading is all the permission it takes.
+
+        Raises:
+            FileNotFoundError: there is none, or what is there is no regular file.
+        """
+        if not stat.S_ISREG(os.lstat(path).st_mode):  # a pipe, say, would be waited for
+            raise FileNotFoundError(errno.ENOENT, "it is no regular file", str(path))
+        return cls(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
     @classmethod
     def _create_named(cls, path: Path, mode: int, locked: bool) -> FileLock | None:

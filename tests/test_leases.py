@@ -227,6 +227,18 @@ def test_other_files_in_the_directory_are_left_alone(layout: Layout) -> None:
     assert (layout.leases / "README").exists()
 
 
+def test_what_has_a_leases_name_and_is_no_file_is_no_lease(layout: Layout) -> None:
+    directory, pipe = layout.lease("a" * 32), layout.lease("b" * 32)
+    directory.mkdir()
+    os.mkfifo(pipe)  # an open would wait for who writes to it
+    cleaned = []
+    assert leases.read_live(layout) == Leased()
+    for writer in ("a" * 32, "b" * 32):
+        assert not leases.is_live(layout, writer)
+        assert leases.remove_dead(layout, writer, lambda: cleaned.append(1))
+    assert directory.is_dir() and pipe.exists() and len(cleaned) == 2
+
+
 def test_a_lease_is_announced_as_a_step(layout: Layout) -> None:
     lease = Lease(layout, MODES)
     hook = Interleaving(lambda operation, path: operation == "lease", lambda: None)
