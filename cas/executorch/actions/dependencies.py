@@ -14,6 +14,7 @@ from cas.executorch.actions import facts, places
 from cas.executorch.actions.drift import VARIABLES
 from cas.executorch.actions.errors import Unrecordable
 from cas.executorch.actions.observer import Observed
+from cas.executorch.actions.observer_places import FileStamp, kind_at, listing_at
 from cas.executorch.actions.sources import file_digest
 from cas.strictjson import Json
 
@@ -32,6 +33,8 @@ _SETTLED: Final = (
 #: This package's own files.
 _OWN: Final = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 _ABSENT: Final = "not set"
+#: Stands for the names of all environment variables.
+_ALL: Final = "*"
 
 
 class Dependencies:
@@ -42,7 +45,12 @@ class Dependencies:
     """
 
     def __init__(self) -> None:
-        self._sections: dict[str, dict[str, str]] = {"files": {}, "programs": {}, "variables": {}}
+        self._sections: dict[str, dict[str, str]] = {
+            "files": {},
+            "found": {},
+            "programs": {},
+            "variables": {},
+        }
 
     def add(self, observed: Observed, ignored: Iterable[Path]) -> Mapping[str, Json]:
         """Take in what a compile read; gives what is to be recorded with its result.
@@ -55,10 +63,14 @@ class Dependencies:
         """
         if observed.network:
             raise Unrecordable("the compile talked to another machine")
+        if observed.replaced:
+            raise Unrecordable("os.environ is replaced, so nobody sees what is read of it")
+        places_read = _Places(observed, tuple(f"{path}{os.sep}" for path in ignored))
         now = {
-            "files": dict(_files(observed, tuple(f"{path}{os.sep}" for path in ignored))),
+            "files": dict(places_read.files()),
+            "found": dict(places_read.found()),
             "programs": dict(_programs(observed.programs)),
-            "variables": dict(_variables(observed.variables)),
+            "variables": dict(_variables(observed)),
         }
         for section, entries in now.items():
             known = self._sections[section]
@@ -67,35 +79,84 @@ class Dependencies:
         return {section: {**entries} for section, entries in self._sections.items()}
 
 
-def _files(observed: Observed, ignored: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    paths = {os.path.realpath(path) for path in observed.files | observed.modules}
-    for path in sorted(paths):
-        if path.startswith((_OWN, *_SYSTEM, *ignored)) or "__pycache__" in path:
-            continue
-        name = places.portable(path)
-        if name.startswith(_SETTLED) or _made_meanwhile(path, observed.started):
-            continue
-        digest = file_digest(path)
-        if digest is not None:
-            yield name, digest.hex()
+class _Places:
+    """The files and directories that a compile read or looked for, and did not make itself."""
 
+    def __init__(self, observed: Observed, ignored: tuple[str, ...]) -> None:
+        self._observed = observed
+        self._ignored = (_OWN, *_SYSTEM, *ignored)
 
-def _made_meanwhile(path: str, started: int) -> bool:
-    """Whether the compile wrote the file itself."""
-    try:
-        stat = os.stat(path)
-    except OSError:
+    def files(self) -> Iterator[tuple[str, str]]:
+        """
+        Raises:
+            Unrecordable: a file was read, and then written.
+        """
+        observed = self._observed
+        paths = {path: stamp for path, stamp in observed.files.items() if stamp is not None}
+        for path in observed.modules - paths.keys():
+            stamp = FileStamp.of(path)
+            if stamp is not None:
+                paths[path] = stamp
+        for path, stamp in sorted(paths.items()):
+            name = self._name(path)
+            if name is not None and self._is_input(path, stamp):
+                digest = file_digest(os.path.realpath(path))
+                if digest is not None:
+                    yield name, digest.hex()
+
+    def found(self) -> Iterator[tuple[str, str]]:
+        """
+        Raises:
+            Unrecordable: a directory was listed, and then changed.
+        """
+        observed = self._observed
+        opened = {path: "absent" for path, stamp in observed.files.items() if stamp is None}
+        for path, kind in sorted({**observed.found, **opened}.items()):
+            name = self._name(path)
+            # What has come or gone meanwhile is the compile's own: it cleans up after itself.
+            if name is not None and kind_at(path) == kind and not self._is_in_made(path):
+                yield name, kind
+        for path, listing in sorted(observed.listed.items()):
+            name = self._name(path)
+            if name is None or self._is_in_made(path):
+                continue
+            if listing_at(path) != listing:
+                raise Unrecordable(f"{name} was listed, and changed while it was compiled")
+            yield f"{name}{os.sep}", listing
+
+    def _name(self, path: str) -> str | None:
+        """How a record calls a place; None for one that is no input."""
+        real = os.path.realpath(path)
+        if f"{real}{os.sep}".startswith(self._ignored) or "__pycache__" in real:
+            return None
+        name = places.portable(real)
+        return None if f"{name}{os.sep}".startswith(_SETTLED) else name
+
+    def _is_input(self, path: str, stamp: FileStamp) -> bool:
+        observed = self._observed
+        now = FileStamp.of(path)
+        made = stamp.is_since(observed.started) and (path in observed.written or observed.programs)
+        if made or (now is None and stamp.is_since(observed.started)):
+            return False
+        if now != stamp:
+            raise Unrecordable(
+                f"{places.portable(path)} was read, and changed while it was compiled"
+            )
         return True
-    # Anybody can set the first to what they like, the future too.
-    return min(stat.st_mtime_ns, stat.st_ctime_ns) >= started
+
+    def _is_in_made(self, path: str) -> bool:
+        within = f"{path}{os.sep}"
+        return any(within.startswith(f"{made}{os.sep}") for made in self._observed.made)
 
 
 def _programs(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     for name in sorted(names):
         digest = _program_digest(name)
-        if digest is not None:
-            # By the name it was asked for, where that is no path: it is looked up again.
-            yield (places.portable(name) if os.sep in name else name), digest
+        # By the name it was asked for, where that is no path: it is looked up again.
+        if os.sep not in name:
+            yield name, digest or "absent"
+        elif digest is not None:
+            yield places.portable(name), digest
 
 
 def _program_digest(name: str) -> str | None:
@@ -104,11 +165,27 @@ def _program_digest(name: str) -> str | None:
     return None if digest is None else digest.hex()
 
 
-def _variables(values: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
+def _variables(observed: Observed) -> Iterator[tuple[str, str]]:
+    values = dict(observed.variables)
+    if observed.whole_environment:
+        values.update(observed.before)
+        yield _ALL, _names_digest(VARIABLES.rebase(observed.before))
     for name, value in sorted(values.items()):
         # Those that are declared are in the key.
-        if not facts.is_irrelevant(name) and not facts.is_declared(name):
+        if facts.is_declared(name):
+            continue
+        by_user = name in observed.by_user or (observed.whole_environment and _is_in_all(name))
+        if by_user or not facts.is_irrelevant(name):
             yield name, _variable_text(VARIABLES.value(name, value))
+
+
+def _is_in_all(name: str) -> bool:
+    return not facts.is_of_a_session(name)
+
+
+def _names_digest(variables: Iterable[str]) -> str:
+    names = sorted(name for name in variables if _is_in_all(name))
+    return Digest.of("\0".join(names).encode("utf-8", "surrogateescape")).hex()
 
 
 def _variable_text(value: str | None) -> str:
@@ -129,13 +206,29 @@ def changed(recorded: Mapping[str, Json]) -> list[str]:
         now = file_digest(places.local(path))
         if now is None or now.hex() != digest:
             found.append(f"the file {path}")
+    found += [f"what is at {path}" for path, was in _section(recorded, "found") if _at(path) != was]
     for name, digest in _section(recorded, "programs"):
-        if _program_digest(name) != digest:
+        if (_program_digest(name) or "absent") != digest:
             found.append(f"the program {name}")
     for name, text in _section(recorded, "variables"):
-        if _variable_text(VARIABLES.value(name, os.environ.get(name))) != text:
-            found.append(f"the environment variable {name}")
+        if _variable_now(name) != text:
+            found.append(f"the environment variable {name}" if name != _ALL else _ANY_VARIABLE)
     return found
+
+
+_ANY_VARIABLE: Final = "which environment variables there are"
+
+
+def _at(path: str) -> str:
+    """What `found` of `_Places` said of it, now."""
+    place = places.local(path)
+    return listing_at(place) if path.endswith(os.sep) else kind_at(place)
+
+
+def _variable_now(name: str) -> str:
+    if name == _ALL:
+        return _names_digest(VARIABLES.rebase(dict(os.environ)))
+    return _variable_text(VARIABLES.value(name, os.environ.get(name)))
 
 
 def _section(recorded: Mapping[str, Json], name: str) -> list[tuple[str, str]]:

@@ -106,6 +106,21 @@ PROCESS_VARIABLES: Final = frozenset(
     }
 )
 
+#: Another one in each terminal, directory or run: no part of an environment read as a whole.
+_OF_A_SESSION: Final = frozenset(
+    {
+        "COLUMNS",
+        "LINES",
+        "OLDPWD",
+        "PWD",
+        "PYTEST_CURRENT_TEST",
+        "PYTHONHASHSEED",
+        "SHLVL",
+        "TERM",
+        "_",
+    }
+)
+
 
 def is_declared(variable: str) -> bool:
     """Whether an environment variable is a fact of every action."""
@@ -114,8 +129,13 @@ def is_declared(variable: str) -> bool:
     return variable in _VARIABLES or variable.startswith(_PREFIXES)
 
 
+def is_of_a_session(variable: str) -> bool:
+    """Whether a variable is left out where code looks at the environment as a whole."""
+    return variable in _OF_A_SESSION or variable in _IRRELEVANT
+
+
 def is_irrelevant(variable: str) -> bool:
-    """Whether reading an environment variable makes no difference to what is compiled."""
+    """Whether it makes no difference to what is compiled that a known package reads a variable."""
     return variable in _IRRELEVANT or variable in PROCESS_VARIABLES
 
 

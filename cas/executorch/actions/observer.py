@@ -1,8 +1,8 @@
 """What a compile really reads: files, programs, environment variables, modules.
 
 No backend says what it looks at, so it is watched. Python sees every file that Python code opens
-and every program that it starts. It does not see what those programs read, nor what C++ code
-reads by itself; and a value that Python keeps in a variable is not read again.
+or looks for and every program that it starts. It does not see what those programs read, nor what
+C++ code reads by itself; and a value that Python keeps in a variable is not read again.
 """
 
 from __future__ import annotations
@@ -11,27 +11,49 @@ import contextlib
 import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
+
+from cas.executorch.actions import observer_environ, observer_places
+from cas.executorch.actions.observer_places import FileStamp
+
+_Handler: TypeAlias = "Callable[[Observed, tuple[Any, ...]], None]"
 
 
 @dataclass
 class Observed:
     """What one compile read.
 
-    ``variables`` maps a name to its value before the compile (None: not set). ``network`` says
-    whether it talked to another machine. ``started`` is when it began, in nanoseconds of the
-    clock that files are stamped with.
+    Attributes:
+        started: when it began, in nanoseconds of the clock that files are stamped with.
+        files: what was opened to be read, as it was just before; None: it was not there.
+        written: what was opened to be written.
+        found: what was looked for: "absent", "file" or "directory".
+        listed: directories whose entries were looked at, by `listing_at` as they were then.
+        made: directories that the compile made.
+        programs: what was started, or looked for on the ``PATH``.
+        variables: environment variables by their value before the compile (None: not set).
+        by_user: those of them that code has asked for which is not known.
+        whole_environment: whether such code has copied all of them.
+        modules: source files of what was imported.
+        network: whether it talked to another machine.
+        replaced: whether it had another `os.environ`, of which nothing is seen.
     """
 
     started: int
-    files: set[str] = field(default_factory=set)
+    files: dict[str, FileStamp | None] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
+    found: dict[str, str] = field(default_factory=dict)
+    listed: dict[str, str] = field(default_factory=dict)
+    made: set[str] = field(default_factory=set)
     programs: set[str] = field(default_factory=set)
     variables: dict[str, str | None] = field(default_factory=dict)
+    by_user: set[str] = field(default_factory=set)
+    whole_environment: bool = False
     modules: set[str] = field(default_factory=set)
     network: bool = False
+    replaced: bool = False
     before: dict[str, str] = field(default_factory=dict, repr=False)
 
 
@@ -49,17 +71,57 @@ def observing(started: int) -> Iterator[Observed]:
         _install()
         _active.append(observed)
     try:
+        observed.replaced = not observer_environ.is_watchable()
         yield observed
     finally:
+        observed.replaced |= not observer_environ.is_watchable()
         with _lock:
             _active.remove(observed)
             if not _active:
-                _restore()
+                observer_environ.restore()
+                observer_places.restore()
         observed.modules = {
             path
             for name in set(sys.modules) - known
             if isinstance(path := getattr(sys.modules.get(name), "__file__", None), str)
         }
+
+
+def _install() -> None:
+    global _hooked
+    if not _hooked:
+        sys.addaudithook(_audit)
+        _hooked = True
+    if not _active:
+        observer_environ.install(_READS)
+        observer_places.install(_looked)
+
+
+class _Reads:
+    """Passes reads of the environment on to all that watch."""
+
+    def variable(self, name: str, *, by_user: bool) -> None:
+        for observed in tuple(_active):
+            observed.variables.setdefault(name, observed.before.get(name))
+            if by_user:
+                observed.by_user.add(name)
+
+    def whole_environment(self) -> None:
+        for observed in tuple(_active):
+            observed.whole_environment = True
+
+    def program(self, name: str) -> None:
+        for observed in tuple(_active):
+            observed.programs.add(name)
+
+
+_READS: Final = _Reads()
+
+
+def _looked(path: str, kind: str) -> None:
+    """Somebody asked what is at a path."""
+    for observed in tuple(_active):
+        observed.found.setdefault(path, kind)
 
 
 # --- files and programs: an audit hook, which Python never removes ------------------------------
@@ -76,25 +138,37 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _opened(observed: Observed, arguments: tuple[Any, ...]) -> None:
     path, _, flags = arguments
-    if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or not isinstance(path, (str, bytes)):
+    frame = sys._getframe(2)
+    if not isinstance(path, (str, bytes)) or observer_places.is_removed(frame):
         return
-    if not _for_a_traceback():
-        observed.files.add(os.path.abspath(os.fsdecode(path)))
+    if observer_places.is_for_source_lines(frame):
+        return
+    name = os.path.abspath(os.fsdecode(path))
+    written = flags & (os.O_WRONLY | os.O_TRUNC)
+    stamp = None if written else FileStamp.of(name)
+    if written or (flags & os.O_CREAT and stamp is None):
+        observed.written.add(name)
+    elif name not in observed.written:
+        observed.files.setdefault(name, stamp)
 
 
-def _for_a_traceback() -> bool:
-    """Whether source lines are looked up, as torch does to say where a node was made.
+def _renamed(observed: Observed, arguments: tuple[Any, ...]) -> None:
+    if isinstance(arguments[1], (str, bytes)):
+        observed.written.add(os.path.abspath(os.fsdecode(arguments[1])))
 
-    Then every file on the stack is read, the user's script too, and none is an input.
-    """
-    frame = sys._getframe(3)
-    for _ in range(2):
-        if frame.f_globals.get("__name__") == "linecache":
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
+
+def _made(observed: Observed, arguments: tuple[Any, ...]) -> None:
+    if isinstance(arguments[0], (str, bytes)):
+        observed.made.add(os.path.abspath(os.fsdecode(arguments[0])))
+
+
+def _listed(observed: Observed, arguments: tuple[Any, ...]) -> None:
+    path = arguments[0]
+    if isinstance(path, int) or observer_places.is_unimportant(sys._getframe(2)):
+        return
+    name = os.path.abspath("." if path is None else os.fsdecode(path))
+    if name not in observed.listed:
+        observed.listed[name] = observer_places.listing_at(name)
 
 
 def _started(observed: Observed, arguments: tuple[Any, ...]) -> None:
@@ -116,76 +190,14 @@ def _connected(observed: Observed, arguments: tuple[Any, ...]) -> None:
     observed.network = observed.network or not local
 
 
-_EVENTS: Final[dict[str, Callable[[Observed, tuple[Any, ...]], None]]] = {
+_EVENTS: Final[dict[str, _Handler]] = {
     "open": _opened,
+    "os.listdir": _listed,
+    "os.mkdir": _made,
     "os.posix_spawn": _started,
+    "os.rename": _renamed,
+    "os.scandir": _listed,
     "os.system": _shell,
     "socket.connect": _connected,
     "subprocess.Popen": _started,
 }
-
-
-# --- environment variables: three methods of the class of `os.environ` --------------------------
-
-_Environ: Any = type(os.environ)
-_getitem: Final = _Environ.__getitem__
-_contains: Final = _Environ.__contains__
-_iterate: Final = _Environ.__iter__
-
-
-class _Copying(threading.local):
-    """The names that whoever iterates over the environment is expected to read next.
-
-    Copying all of it, to start a program or to restore it later, is no use of any one variable.
-    """
-
-    def __init__(self) -> None:
-        self.names: deque[str] = deque()
-
-
-_copying: Final = _Copying()
-
-
-def _read_item(self: Any, name: Any) -> Any:
-    _note(name)
-    return _getitem(self, name)
-
-
-def _has_item(self: Any, name: Any) -> Any:
-    _note(name)
-    return _contains(self, name)
-
-
-def _iterate_items(self: Any) -> Iterator[Any]:
-    names = list(_iterate(self))
-    _copying.names = deque(os.fsdecode(name) for name in names)
-    yield from names
-
-
-def _note(name: Any) -> None:
-    if not isinstance(name, (str, bytes)):
-        return
-    text = os.fsdecode(name)
-    expected = _copying.names
-    if expected and expected[0] == text:
-        expected.popleft()
-        return
-    expected.clear()
-    for observed in tuple(_active):
-        observed.variables.setdefault(text, observed.before.get(text))
-
-
-def _install() -> None:
-    global _hooked
-    if not _hooked:
-        sys.addaudithook(_audit)
-        _hooked = True
-    _Environ.__getitem__ = _read_item
-    _Environ.__contains__ = _has_item
-    _Environ.__iter__ = _iterate_items
-
-
-def _restore() -> None:
-    _Environ.__getitem__ = _getitem
-    _Environ.__contains__ = _contains
-    _Environ.__iter__ = _iterate

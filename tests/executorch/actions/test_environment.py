@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
 
 from cas.errors import UsageError
 from cas.executorch.actions import backends, dependencies, facts, observer, places, sources
+from cas.executorch.actions.cache import FILE_CLOCK
 from cas.executorch.actions.dependencies import Dependencies
 from cas.executorch.actions.drift import Drift
 from cas.executorch.actions.errors import Unkeyable, Unrecordable
@@ -171,15 +177,91 @@ def test_files_variables_programs_and_modules_are_seen(tmp_path: Path) -> None:
     assert not found.network
 
 
-def test_copying_the_environment_reads_no_variable_and_asking_for_one_does(
-    monkeypatch: pytest.MonkeyPatch,
+COPIES: dict[str, Callable[[], Any]] = {
+    "dict": lambda: dict(os.environ),
+    "copy": lambda: os.environ.copy(),
+    "unpacked": lambda: {**os.environ},
+    "items": lambda: [value for _, value in os.environ.items()],
+    "names": lambda: sorted(os.environ),
+    "merged": lambda: os.environ | {"a": "b"},
+    "bytes": lambda: dict(os.environb),
+    "shown": lambda: str(os.environ),
+    "compared": lambda: os.environ == {},
+}
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_whoever_copies_the_environment_may_read_all_of_it(
+    copy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CAS_TEST_A", "1")
-    for copies in (lambda: dict(os.environ), lambda: os.environ.copy(), lambda: {**os.environ}):
-        assert "CAS_TEST_A" not in watched(copies).variables
-        asked = watched(lambda copies=copies: (copies(), os.environ["CAS_TEST_A"]))
-        assert asked.variables["CAS_TEST_A"] == "1"
+    recorded = depends_on(watched(COPIES[copy]))
+    assert dependencies.changed(recorded) == []
+    monkeypatch.setenv("SHLVL", "77")  # nobody copies all for this one
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    assert dependencies.changed(recorded) == []
+    monkeypatch.setenv("CAS_TEST_A", "2")
+    assert dependencies.changed(recorded) == ["the environment variable CAS_TEST_A"]
+    monkeypatch.setenv("CAS_TEST_A", "1")
+    monkeypatch.setenv("CAS_TEST_B", "1")
+    assert dependencies.changed(recorded) == ["which environment variables there are"]
     assert os.environ["CAS_TEST_A"] == "1"
+
+
+def as_if_in(module: str, source: str) -> Callable[[], Any]:
+    """A function of a module that is not there, for what matters is what it is called."""
+    namespace: dict[str, Any] = {"__name__": module, "os": os, "shutil": shutil}
+    exec(f"def work():\n    return {source}", namespace)
+    work: Callable[[], Any] = namespace["work"]
+    return work
+
+
+def test_torch_copies_the_environment_for_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CAS_TEST_A", "1")
+    for source in ("dict(os.environ)", "os.environ.copy()", "{**os.environ}"):
+        found = watched(as_if_in("torch._inductor.cpp_builder", source))
+        assert "CAS_TEST_A" not in found.variables and not found.whole_environment
+        asked = watched(as_if_in("torch.any", f"({source}, os.environ['CAS_TEST_A'])"))
+        assert asked.variables["CAS_TEST_A"] == "1"
+
+    def start() -> None:
+        subprocess.run(["true"], check=True, env=os.environ)
+
+    assert not watched(start).whole_environment
+
+
+def test_names_that_torch_lists_are_not_taken_for_a_copy_of_somebody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = next(iter(os.environ))
+    listing = as_if_in("torch.any", "list(os.environ)")
+    assert first in watched(lambda: (listing(), os.environ[first])).variables
+
+
+def test_home_counts_for_code_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def after(work: Callable[[], Any], **changes: str) -> list[str]:
+        with monkeypatch.context() as patch:
+            recorded = depends_on(watched(work))
+            for name, value in changes.items():
+                patch.setenv(name, value)
+            return dependencies.changed(recorded)
+
+    asks, expands = "os.environ.get('HOME')", "os.path.expanduser('~/x')"
+    for source in (asks, expands, "os.getenv('HOME')", "dict(os.environ)['HOME']"):
+        assert after(as_if_in("a_pass", source), HOME="/elsewhere") == [
+            "the environment variable HOME"
+        ]
+        assert after(as_if_in("torch.any", source), HOME="/elsewhere") == []
+    assert after(as_if_in("a_pass", "os.environ.get('LANG')"), LANG="tlh") != []
+    assert after(lambda: tempfile.mkdtemp(), TMPDIR="/elsewhere") == []
+
+
+def test_an_environment_of_the_programs_own_cannot_be_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {"A": "b"})
+    with pytest.raises(Unrecordable, match="replaced"):
+        depends_on(watched(lambda: None))
 
 
 def test_nothing_is_watched_afterwards() -> None:
@@ -237,6 +319,106 @@ def test_a_changed_file_variable_or_program_is_named(
     assert f"the file {table}" in dependencies.changed(recorded)
 
 
+LOOKS: dict[str, Callable[[Path], Any]] = {
+    "opened": lambda path: suppressed(FileNotFoundError, path.read_text),
+    "exists": lambda path: path.exists(),
+    "os.path.exists": lambda path: os.path.exists(path),
+    "os.path.isfile": lambda path: os.path.isfile(str(path)),
+    "os.access": lambda path: os.access(path, os.R_OK),
+    "os.path.lexists": lambda path: os.path.lexists(os.fsencode(path)),
+    "os.stat": lambda path: suppressed(FileNotFoundError, lambda: os.stat(path)),
+    "os.listdir": lambda path: os.listdir(path.parent),
+    "glob": lambda path: list(path.parent.glob("*")),
+    "os.walk": lambda path: list(os.walk(path.parent)),
+}
+
+
+def suppressed(error: type[Exception], work: Callable[[], Any]) -> None:
+    with contextlib.suppress(error):
+        work()
+
+
+@pytest.mark.parametrize("how", LOOKS)
+def test_a_file_that_was_looked_for_in_vain_counts_when_it_is_there(
+    how: str, tmp_path: Path
+) -> None:
+    (tmp_path / "place").mkdir()
+    path = tmp_path / "place" / "table"
+    absent = depends_on(watched(lambda: LOOKS[how](path)))
+    assert dependencies.changed(absent) == []
+    path.write_text("1")
+    assert any("what is at" in reason for reason in dependencies.changed(absent)), absent
+    time.sleep(0.02)
+    present = depends_on(watched(lambda: LOOKS[how](path)))
+    assert dependencies.changed(present) == []
+    path.unlink()
+    assert dependencies.changed(present) != []
+
+
+def test_a_program_that_was_looked_for_in_vain_counts_when_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    recorded = depends_on(watched(lambda: shutil.which("a-tool-of-the-test")))
+    assert recorded["programs"] == {"a-tool-of-the-test": "absent"}
+    assert recorded["variables"] == {}  # not the PATH, which is another one elsewhere
+    (tmp_path / "a-tool-of-the-test").write_text("#!/bin/sh\n")
+    (tmp_path / "a-tool-of-the-test").chmod(0o755)
+    assert dependencies.changed(recorded) == ["the program a-tool-of-the-test"]
+
+
+def test_what_a_compile_reads_and_then_writes_cannot_be_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "counter"
+    path.write_text("1")
+    time.sleep(0.02)
+    with pytest.raises(Unrecordable, match="counter was read, and changed"):
+        depends_on(watched(lambda: path.write_text(path.read_text() + "1")))
+    with pytest.raises(Unrecordable, match="was listed, and changed"):
+        depends_on(watched(lambda: (os.listdir(tmp_path), (tmp_path / "new").touch())))
+    time.sleep(0.02)
+    assert str(path) in depends_on(watched(lambda: path.open("r+").close()))["files"]
+
+
+def test_a_file_written_just_before_is_no_work_of_the_compile(tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    with observing(time.clock_gettime_ns(FILE_CLOCK) - 50_000_000) as observed:
+        written_by_c(path)
+        path.read_text()
+    assert [*depends_on(observed)["files"]] == [str(path)]
+
+
+def written_by_c(path: Path) -> None:
+    """No audit hook of Python's sees that."""
+    memory = ctypes.CDLL(None)
+    handle = memory.creat(os.fsencode(path), 0o644)
+    memory.write(handle, b"1", 1)
+    memory.close(handle)
+
+
+def test_the_functions_of_os_are_themselves_again_afterwards(tmp_path: Path) -> None:
+    before = os.stat, os.lstat, os.access, set(os.supports_follow_symlinks)
+
+    def work() -> None:
+        (tmp_path / "link").symlink_to("nowhere")
+        shutil.copy2(tmp_path / "link", tmp_path / "other", follow_symlinks=False)
+
+    watched(lambda: watched(work))
+    assert (tmp_path / "other").is_symlink()
+    assert before == (os.stat, os.lstat, os.access, os.supports_follow_symlinks)
+
+
+def test_directories_of_the_compiles_own_are_no_dependencies(tmp_path: Path) -> None:
+    def work() -> None:
+        with tempfile.TemporaryDirectory(dir=tmp_path) as scratch:
+            inner = Path(scratch, "inner")
+            assert not inner.exists()
+            inner.mkdir()
+            (inner / "file").write_text("1")
+            assert (inner / "file").read_text() and os.listdir(inner)
+
+    assert not any(depends_on(watched(work)).values())
+
+
 def test_what_the_compile_made_itself_and_what_is_ignored_are_no_dependencies(
     tmp_path: Path,
 ) -> None:
@@ -248,11 +430,12 @@ def test_what_the_compile_made_itself_and_what_is_ignored_are_no_dependencies(
         (tmp_path / "made").write_text("1")
         (tmp_path / "made").read_text()
         (tmp_path / "cache" / "kept").read_text()
-        os.environ.get("HOME")
-        os.environ.get("TORCH_LOGS")
+        known()
 
+    known = as_if_in("torch.any", "(os.environ.get('HOME'), os.environ.get('TORCH_LOGS'))")
     assert depends_on(watched(work), tmp_path / "cache") == {
         "files": {},
+        "found": {},
         "programs": {},
         "variables": {},
     }
