@@ -10,6 +10,7 @@ import pytest
 
 from cas import Store
 from cas.testing.stores import open_store, scratch
+from cas.writer import Writer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -31,6 +32,13 @@ def root() -> Iterator[Path]:
 def store(root: Path) -> Iterator[Store]:
     """A new store with small chunks, in ``root / "s"``."""
     with open_store(root / "s") as opened:
+        yield opened
+
+
+@pytest.fixture
+def writer(store: Store) -> Iterator[Writer]:
+    """A writer of ``store``, which commits nothing unless the test does."""
+    with store.writer() as opened:
         yield opened
 
 

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,6 @@ from cas.testing.stores import CHUNK, assert_sound, collect, contents, open_stor
 KEY = Digest.of(b"an action")
 OTHER = Digest.of(b"another action")
 DATA = contents(1, 2 * CHUNK + 17)
-
-
-@pytest.fixture
-def store(root: Path) -> Iterator[Store]:
-    with open_store(root / "store") as opened:
-        yield opened
 
 
 def record(store: Store, key: Digest = KEY, data: bytes = DATA, **fields: object) -> ActionRecord:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from cas.errors import ActionNotFound, NotFound, RefNotFound, UsageError
 from cas.explain import ABSENT, compare, explain, explain_last
 from cas.journal import Event
 from cas.strictjson import Json
-from cas.testing.stores import open_store
 
 KEY = Digest.of(b"key")
 SOME = Digest.of(b"some bytes").hex()
@@ -152,12 +149,6 @@ def test_equal_records_do_not_differ_and_the_telling_parts_come_first() -> None:
 
 
 # --- in a store ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def store(root: Path) -> Iterator[Store]:
-    with open_store(root / "store") as opened:
-        yield opened
 
 
 def put(store: Store, *records: ActionRecord) -> None:

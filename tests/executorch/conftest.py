@@ -11,10 +11,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import cas
+from cas.writer import Writer
+
+if TYPE_CHECKING:
+    from cas.executorch.intake import Intake
 
 HERE = Path(__file__).resolve().parent
 
@@ -35,6 +40,14 @@ CHUNK_SIZE = 64 << 10
 def store(tmp_path: Path) -> Iterator[cas.Store]:
     with cas.Store.open(tmp_path / "store", chunk_size=CHUNK_SIZE) as opened:
         yield opened
+
+
+@pytest.fixture
+def intake(writer: Writer) -> Intake:
+    """Puts into ``store``, and never commits."""
+    from cas.executorch.intake import Intake
+
+    return Intake(writer)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ import hashlib
 import io
 import pickle
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,6 @@ from cas.executorch import CaptureEnded, LargeReadWarning, StoredBytes, blob, ca
 from cas.executorch.intake import Intake
 
 DATA = bytes(range(256)) * 1000
-
-
-@pytest.fixture
-def intake(store: cas.Store) -> Iterator[Intake]:
-    with store.writer() as writer:
-        yield Intake(writer)
 
 
 @pytest.fixture

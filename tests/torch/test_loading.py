@@ -32,12 +32,8 @@ SIDE = 512
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> Iterator[Writer]:
-    with (
-        cas.Store.open(tmp_path / "store", chunk_size=256 << 10) as store,
-        store.writer() as opened,
-    ):
-        yield opened
+def chunk_size() -> int:
+    return 256 << 10
 
 
 class Model(torch.nn.Module):

@@ -8,7 +8,6 @@ import logging
 import mmap
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,6 @@ torch = pytest.importorskip("torch")
 from cas.torch import MapBudget, Mapper, map_recipe, mapping, storage_view  # noqa: E402
 
 CHUNK = 64 << 10
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[cas.Store]:
-    with cas.Store.open(tmp_path / "store", chunk_size=CHUNK) as opened:
-        yield opened
-
-
-@pytest.fixture
-def writer(store: cas.Store) -> Iterator[Writer]:
-    with store.writer() as opened:
-        yield opened
 
 
 def data(size: int, seed: int = 0) -> bytes:

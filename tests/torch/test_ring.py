@@ -35,12 +35,6 @@ def store() -> Iterator[cas.Store]:
         yield opened
 
 
-@pytest.fixture
-def writer(store: cas.Store) -> Iterator[Writer]:
-    with store.writer() as opened:
-        yield opened
-
-
 def make_tensor(chunks: float, seed: int = 0) -> Any:
     data = bytearray(random.Random(seed).randbytes(int(chunks * CHUNK)))
     return torch.frombuffer(data, dtype=torch.uint8)

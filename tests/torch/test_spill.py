@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,8 @@ SIDE = 512
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[cas.Store]:
-    with cas.Store.open(tmp_path / "store", chunk_size=CHUNK) as opened:
-        yield opened
-
-
-@pytest.fixture
-def writer(store: cas.Store) -> Iterator[Writer]:
-    with store.writer() as opened:
-        yield opened
+def chunk_size() -> int:
+    return CHUNK
 
 
 def sample(*shape: int, seed: int = 0) -> Any:

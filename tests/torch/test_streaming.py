@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import cas
 from cas.errors import UsageError
 from cas.writer import Writer
 
@@ -23,15 +20,6 @@ from cas.torch import (  # noqa: E402
     put_tensor,
     storage_view,
 )
-
-
-@pytest.fixture
-def writer(tmp_path: Path) -> Iterator[Writer]:
-    with (
-        cas.Store.open(tmp_path / "store", chunk_size=64 << 10) as store,
-        store.writer() as opened,
-    ):
-        yield opened
 
 
 def sample(*shape: int) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,6 @@ from cas.executorch.intake import Intake
 from cas.records import ActionRecord
 
 KEY = cas.Digest.of(b"key")
-
-
-@pytest.fixture
-def intake(store: cas.Store) -> Iterator[Intake]:
-    with store.writer() as writer:
-        yield Intake(writer)
 
 
 def result(blob: bytes = b"blob", **changes: Any) -> PreprocessResult:
