@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,81 @@ def test_what_a_live_writer_announced_stays(store: Store) -> None:
         lease.add_chunks([Digest.of(GARBAGE)])
         assert quarantine.plan(store).drop == ()
     assert names(quarantine.plan(store).drop) == hexes(GARBAGE)
+
+
+def set_aside(store: Store, data: bytes) -> Path:
+    """Damage the good copy of ``data``, and let verify move it over the one that lies there."""
+    copy = store.context.layout.chunk(Digest.of(data))
+    flip_bit(copy, 5)
+    assert verify.verify(store).damaged == (Digest.of(data),)
+    return store.context.layout.quarantined(Digest.of(data))
+
+
+def test_what_was_set_aside_since_the_plan_stays(store: Store) -> None:
+    """It was to go because of a good copy; that is what lies there now, and the nearest thing."""
+    commit(store, "again", NEEDED)
+    plan = quarantine.plan(store)
+    assert names(plan.drop) == hexes(NEEDED, GARBAGE)
+    newer = set_aside(store, NEEDED).read_bytes()
+    done = quarantine.execute(store, plan)
+    assert names(done.drop) == hexes(GARBAGE) and names(done.keep) == hexes(NEEDED)
+    assert "look again" in done.keep[0].reason
+    assert store.context.layout.quarantined(Digest.of(NEEDED)).read_bytes() == newer
+
+
+def test_it_stays_when_its_good_copy_vanished_since_the_plan(store: Store) -> None:
+    commit(store, "again", NEEDED)
+    plan = quarantine.plan(store)
+    store.context.layout.chunk(Digest.of(NEEDED)).unlink()
+    done = quarantine.execute(store, plan)
+    assert lying(store) == hexes(NEEDED) == names(done.keep)
+
+
+def test_it_stays_when_somebody_needs_it_since_the_plan(store: Store) -> None:
+    plan = quarantine.plan(store)
+    with store.context.lease() as lease:
+        lease.add_chunks([Digest.of(GARBAGE)])
+        done = quarantine.execute(store, plan)
+        assert done.drop == () and "a process uses it" in {item.reason for item in done.keep}
+    assert lying(store) == hexes(NEEDED, GARBAGE)
+
+
+def test_what_is_gone_since_the_plan_is_no_error(store: Store) -> None:
+    plan = quarantine.plan(store)
+    quarantine.execute(store, plan)
+    done = quarantine.execute(store, plan)
+    assert done.drop == () and names(done.keep) == hexes(NEEDED)
+
+
+def test_even_by_force_only_the_file_that_was_planned_for_goes(store: Store, root: Path) -> None:
+    plan = quarantine.plan(store, force=True)
+    one, other = (store.context.layout.quarantined(Digest.of(data)) for data in (NEEDED, GARBAGE))
+    for path in (one, other):
+        path.unlink()
+    outside = root / "outside"
+    outside.write_bytes(b"precious")
+    one.symlink_to(outside)
+    other.mkdir()
+    done = quarantine.execute(store, plan)
+    assert done.drop == () and names(done.keep) == hexes(NEEDED, GARBAGE)
+    assert outside.read_bytes() == b"precious" and one.is_symlink() and other.is_dir()
+    assert quarantine.plan(store, force=True).drop == ()
+
+
+def test_a_plan_deletes_nothing_outside_the_quarantine_of_its_store(
+    store: Store, root: Path
+) -> None:
+    plan = quarantine.plan(store, force=True)
+    outside = root / Digest.of(NEEDED).hex()
+    outside.write_bytes(b"precious")
+    for name in (outside, root / ".."):
+        forged = replace(plan.drop[0], path=name)
+        quarantine.execute(store, replace(plan, drop=(forged,)))
+    with open_store(root / "other") as other:
+        commit(other, "a", b"b")
+        quarantine.execute(other, plan)
+    assert outside.read_bytes() == b"precious"
+    assert lying(store) == hexes(NEEDED, GARBAGE)
 
 
 def test_damaged_action_records_go_and_strangers_stay(store: Store) -> None:

@@ -134,7 +134,7 @@ def _run(app: App, store: Store, wanted: Request) -> Outcome:
         if wanted.drop:
             plan = quarantine.plan(store, force=wanted.force)
             if not wanted.dry_run:
-                quarantine.execute(store, plan)
+                plan = quarantine.execute(store, plan)
     return Outcome(report, repaired, plan)
 
 
