@@ -100,6 +100,7 @@ class Ingest:
         self._broken: OSError | None = None
         self._publishing = threading.Lock()
         self._settled: dict[Digest, int] = {}
+        self._expect_new = False  # a guess from the chunk before
         self._running: dict[Digest, Future[None]] = {}
         self._staged: dict[Digest, int] = {}
         self._staged_bytes = 0
@@ -156,7 +157,7 @@ class Ingest:
             return Recipe()
         pieces = [view[o : o + n] for o, n in cut(len(view), self._context.chunk_size)]
         check_room(self._context, pieces, self._settled)
-        parts = self._take(pieces, False) if len(pieces) == 1 else self._take_all(pieces)
+        parts = self._take_views(pieces) if len(pieces) == 1 else self._take_all(pieces)
         self._account(len(view))
         return Recipe.concat([Recipe(tuple(parts))])
 
@@ -180,7 +181,8 @@ class Ingest:
                 if count == 0:
                     break
                 total += count
-                window.append((self._submit([memoryview(buffer)[:count]], True), buffer))
+                piece = memoryview(buffer)[:count]
+                window.append((self._pool.submit(self._take, [piece], True), buffer))
         finally:
             while window:
                 parts += _collect(window, ring)
@@ -225,14 +227,14 @@ class Ingest:
         """Take pieces in parallel, in order; a bounded number of them is under way."""
         workers = self._context.workers
         # Several to a task where there are enough of them: one look-up for all.
-        each = max(1, min(LOOKUP_CHUNKS, len(pieces) // (2 * workers)))
+        each = 1 if self._expect_new else max(1, min(LOOKUP_CHUNKS, len(pieces) // (2 * workers)))
         parts: list[Part] = []
         window: deque[Future[list[Part]]] = deque()
         try:
             for start in range(0, len(pieces), each):
                 if len(window) >= 2 * workers:
                     parts += window.popleft().result()
-                window.append(self._submit(pieces[start : start + each], False))
+                window.append(self._pool.submit(self._take_views, pieces[start : start + each]))
             while window:
                 parts += window.popleft().result()
         finally:
@@ -244,11 +246,20 @@ class Ingest:
                     future.exception()
         return parts
 
-    def _submit(self, views: list[memoryview], owned: bool) -> Future[list[Part]]:
-        return self._pool.submit(self._take, views, owned)
+    def _take_views(self, views: list[memoryview]) -> list[Part]:
+        """Store chunks of the caller's memory.
+
+        A new chunk is written from a copy that was hashed, for the caller's memory may change, so
+        where new ones are to be expected the copy is made first, and hashed once. Known ones need
+        none, and are hashed where they are.
+        """
+        if len(views) > 1 or not self._expect_new:
+            return self._take(views, False)
+        with self._copied(views[0]) as copy:
+            return self._take([copy], True)
 
     def _take(self, views: list[memoryview], owned: bool) -> list[Part]:
-        """Store some chunks. ``owned`` memory is the ring's: nobody else can change it."""
+        """Store some chunks. ``owned`` memory is a buffer of ours: nobody else can change it."""
         parts: list[Part] = []
         chunks: dict[Digest, memoryview] = {}
         for view in views:
@@ -339,6 +350,7 @@ class Ingest:
         """Count a chunk that is in a file, and publish when enough of them are staged."""
         with self._mutex:
             self._settled[digest] = size
+            self._expect_new = new
             if new:
                 self._staged[digest] = size
                 self._staged_bytes += size
@@ -370,13 +382,18 @@ class Ingest:
         Raises:
             SourceChanged: the source is not what was hashed any more.
         """
+        with self._copied(view) as copy:
+            if Digest.of(copy) != digest:
+                raise SourceChanged(len(view))
+            self._write(copy, path)
+
+    @contextlib.contextmanager
+    def _copied(self, view: memoryview) -> Iterator[memoryview]:
         buffer = self._buffers.take(max(len(view), self._context.chunk_size))
         try:
             copy = memoryview(buffer)[: len(view)]
             copy[:] = view
-            if Digest.of(copy) != digest:
-                raise SourceChanged(len(view))
-            self._write(copy, path)
+            yield copy
         finally:
             self._buffers.give(buffer)
 

@@ -9,6 +9,7 @@ import os
 import threading
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -513,6 +514,28 @@ def test_a_source_that_changes_while_it_is_read_is_refused_and_poisons_nothing(
             writer.put(source)
         monkeypatch.undo()
         writer.commit("right", {"f": writer.put(right)})
+    assert_sound(store)
+
+
+def test_where_new_chunks_are_expected_they_are_copied_and_then_hashed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = contents(78, CHUNK)
+    source = bytearray(right)
+    real = ingest.Ingest._take
+
+    def meanwhile(self: ingest.Ingest, *args: Any) -> Any:
+        source[5] ^= 1  # between the copy and the hash
+        return real(self, *args)
+
+    with store.writer() as writer:
+        writer.put(contents(79, CHUNK))  # new, so the next is expected to be
+        monkeypatch.setattr(ingest.Ingest, "_take", meanwhile)
+        recipe = writer.put(source)
+        monkeypatch.undo()
+        assert writer.read(recipe) == right
+        assert writer.put(right) == recipe
+        writer.commit("right", {"f": recipe})
     assert_sound(store)
 
 
