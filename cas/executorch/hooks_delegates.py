@@ -10,7 +10,7 @@ from typing import Any
 
 from cas.executorch import seams
 from cas.executorch.blob import StoredBytes
-from cas.executorch.intake import Intake
+from cas.executorch.intake import WORTH_A_THREAD, Intake
 from cas.executorch.patches import Patches
 
 
@@ -35,7 +35,7 @@ def install(patches: Patches, intake: Intake) -> None:
 
     patches.set(emitter_class, "_emit_delegate", emit_delegate)
     # The emitter hashes the blob only to recognise one that it has emitted before.
-    patches.set(emitter, "hashlib", _Hashlib())
+    patches.set(emitter, "hashlib", _Hashlib(intake))
 
 
 def _install_lowered_module(patches: Patches, intake: Intake, emitting: _Emitting) -> None:
@@ -72,7 +72,13 @@ class _Emitting(threading.local):
 
 
 class _Hashlib:
-    """The standard module, except that ``sha256`` also takes stored bytes."""
+    """The standard module, except that ``sha256`` also takes stored bytes, and puts constants.
+
+    The emitter hashes each constant to see whether it is new, and saves it if it is.
+    """
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
 
     def __getattr__(self, name: str) -> Any:
         return getattr(hashlib, name)
@@ -80,6 +86,8 @@ class _Hashlib:
     def sha256(self, data: Any = b"", **kwargs: Any) -> Any:
         if isinstance(data, StoredBytes):
             return _KnownHash(data.sha256())
+        if isinstance(data, memoryview) and len(data) >= WORTH_A_THREAD:
+            return _KnownHash(self._intake.sha256_while_putting(data))
         return hashlib.sha256(data, **kwargs)
 
 

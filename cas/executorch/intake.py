@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import weakref
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
@@ -22,6 +23,9 @@ from cas.torch.streaming import ChunkSink, Readable, memory_view, put_storage, s
 #: recipe holds literals of up to as much.
 THRESHOLD: Final = 4096
 
+#: Data from this size on is hashed in a thread of its own while it is put.
+WORTH_A_THREAD: Final = 1 << 20
+
 Held: TypeAlias = "bytes | StoredBytes"
 
 
@@ -40,6 +44,7 @@ class Intake:
         self.source = StoredSource(writer, writer.plain_reader())
         self.labels = Labels()
         self._files: weakref.WeakKeyDictionary[Any, StoredBytes] = weakref.WeakKeyDictionary()
+        self._ahead = _Ahead()
 
     def keep(self, data: bytes | memoryview, sha256: bytes | None = None) -> Held:
         """``sha256`` is the digest of ``data``, if somebody has computed it already."""
@@ -104,11 +109,39 @@ class Intake:
             return self.keep(data)
         return data
 
+    def sha256_while_putting(self, data: memoryview) -> bytes:
+        """The SHA-256 of ``data``, which is put meanwhile: two hashes take the time of one.
+
+        A `keep` with this digest that follows in this thread finds the work done.
+        """
+        hasher = hashlib.sha256()
+        thread = threading.Thread(target=hasher.update, args=(data,), name="cas-sha256")
+        thread.start()
+        try:
+            recipe = self.writer.put(data)
+        finally:
+            thread.join()  # the memory is the caller's again
+        digest = hasher.digest()
+        self._ahead.put = digest, recipe
+        return digest
+
     def _stored(self, data: bytes | memoryview, sha256: bytes | None) -> StoredBytes:
-        recipe = self.writer.put(data)
+        recipe = self._put(data, sha256)
         if sha256 is not None:
             self.source.learn_sha256(recipe, sha256)
         return StoredBytes(self.source, recipe, bytes(data[:PREFIX]))
+
+    def _put(self, data: bytes | memoryview, sha256: bytes | None) -> Recipe:
+        ahead, self._ahead.put = self._ahead.put, None
+        if ahead is not None and ahead[0] == sha256:
+            return ahead[1]
+        return self.writer.put(data)
+
+
+class _Ahead(threading.local):
+    """What this thread has put before it was told to keep it, under its SHA-256."""
+
+    put: tuple[bytes, Recipe] | None = None
 
 
 class _Hashing:

@@ -18,6 +18,7 @@ import cas
 from cas.errors import UsageError
 from cas.executorch import CaptureEnded, LargeReadWarning, StoredBytes, blob, capture
 from cas.executorch.intake import Intake
+from cas.writer import Writer
 
 DATA = bytes(range(256)) * 1000
 
@@ -111,6 +112,25 @@ def test_a_known_digest_is_not_computed_again(
     assert isinstance(kept, StoredBytes)
     monkeypatch.setattr(type(intake.writer), "stream", None)
     assert kept.sha256() == digest
+
+
+def test_what_was_hashed_ahead_is_kept_once(intake: Intake, writer: Writer) -> None:
+    digest = intake.sha256_while_putting(memoryview(DATA))
+    assert digest == hashlib.sha256(DATA).digest()
+    assert writer.counters.logical_bytes == len(DATA)
+    kept = intake.keep(DATA, digest)
+    assert isinstance(kept, StoredBytes)
+    assert kept.to_bytes() == DATA
+    assert writer.counters.logical_bytes == len(DATA)
+
+
+@pytest.mark.parametrize("digest", [None, hashlib.sha256(DATA[1:]).digest()])
+def test_what_was_hashed_ahead_is_not_taken_for_something_else(
+    digest: bytes | None, intake: Intake
+) -> None:
+    ahead = intake.sha256_while_putting(memoryview(DATA))
+    kept = [intake.keep(DATA[1:], digest), intake.keep(DATA, ahead)]
+    assert [bytes(one) for one in kept] == [DATA[1:], DATA]
 
 
 def test_ends_with_the_capture(store: cas.Store) -> None:
