@@ -68,8 +68,8 @@ class ActionNotFound(NotFound):
     def __init__(self, wanted: str) -> None:
         self.wanted = wanted
         super().__init__(
-            f"no action record {wanted!r} in this store; `cas explain` takes the first digits of "
-            "an action's key, which `cas explain --last` and `cas show NAME` tell"
+            f"no action record {wanted!r} in this store; `cas ls --actions` lists their keys, and "
+            "the first digits of one will do"
         )
 
 
@@ -191,13 +191,17 @@ class UnknownFormat(Refused):
 
 
 class ReadOnlyStore(Refused):
-    def __init__(self, path: Path, operation: str) -> None:
+    """``asked_by`` names the setting that asked for it, where the store itself could be written."""
+
+    def __init__(self, path: Path, operation: str, asked_by: str | None = None) -> None:
         self.path = path
         self.operation = operation
-        super().__init__(
-            f"cannot {operation}: the store at {path} is read-only here; "
-            "use a store you may write, or ask for write permission"
-        )
+        self.asked_by = asked_by
+        if asked_by is None:
+            reason = "here; use a store you may write, or ask for write permission"
+        else:
+            reason = f"because of {asked_by}; leave that out to write to it"
+        super().__init__(f"cannot {operation}: the store at {path} is read-only {reason}")
 
 
 class NetworkFilesystem(Refused):

@@ -65,13 +65,16 @@ class Difference:
     def text(self) -> str:
         """One line."""
         if not self.shows_values:
-            change = "another content"
-            if ABSENT in (self.before, self.after):
-                change = "only in the " + ("second" if self.before is ABSENT else "first")
+            change = self._without_values()
         else:
-            shown = ("none" if v is ABSENT else _short(v) for v in (self.before, self.after))
-            change = " -> ".join(shown)
+            one, other = ("none" if v is ABSENT else _short(v) for v in (self.before, self.after))
+            change = f"{one} -> {other}" if one != other else self._without_values()
         return f"{self.words}: {change}"
+
+    def _without_values(self) -> str:
+        if ABSENT in (self.before, self.after):
+            return "only in the " + ("second" if self.before is ABSENT else "first")
+        return "another content"
 
 
 def _short(value: object) -> str:

@@ -2,11 +2,14 @@
 
 A generation's file holds the digest of its manifest and a newline. Creating it is the commit point
 of everything the library writes, so it appears whole (linked from a durable temporary) or not.
+While a name has generations, no number of its is used twice (``docs/adr/0010``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ from cas.errors import InvalidName, RefDamaged, RefNotFound, Refused, UsageError
 from cas.layout import (
     Layout,
     check_ref_name,
-    escape_ref_name,
+    parse_buried,
     parse_generation,
     parse_ref,
     unescape_ref_name,
@@ -83,13 +86,21 @@ def strangers(layout: Layout) -> list[str]:
 
 def generations(layout: Layout, name: str) -> list[int]:
     """The generations of ``name``, rising; empty if there is no such name."""
+    return sorted(g for g in map(parse_generation, _entries(layout, name)) if g is not None)
+
+
+def buried(layout: Layout, name: str) -> list[int]:
+    """Generations of ``name`` that were removed and whose numbers are kept, rising."""
+    return sorted(g for g in map(parse_buried, _entries(layout, name)) if g is not None)
+
+
+def _entries(layout: Layout, name: str) -> list[str]:
     path = layout.ref_dir(name)
     try:
         with fsio.os_errors(path, "read"):
-            entries = os.listdir(path)
+            return os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(g for g in map(parse_generation, entries) if g is not None)
 
 
 def ids(layout: Layout) -> Iterator[RefId]:
@@ -142,8 +153,11 @@ def resolve(layout: Layout, text: str) -> Ref:
 
 
 def _similar(layout: Layout, name: str) -> list[str]:
+    """Names that begin alike, or else those that a slip of the finger would explain."""
     stem = name.split("/")[0].casefold()
-    return [other for other in names(layout) if other.casefold().startswith(stem[:4])]
+    known = names(layout)
+    alike = [other for other in known if other.casefold().startswith(stem[:4])]
+    return alike or difflib.get_close_matches(name, known, n=5)
 
 
 def check_collision(layout: Layout, name: str) -> None:
@@ -174,7 +188,8 @@ def create(layout: Layout, name: str, manifest: Digest, *, temporary: Path, mode
     try:
         fsio.make_directory(directory, modes.directory)
         fsio.sync_path(layout.refs)
-        generation = max(generations(layout, name), default=0) + 1
+        used = [*generations(layout, name), *buried(layout, name)]
+        generation = max(used, default=0) + 1
         if generation > MAX_GENERATION:
             raise Refused(f"{name} has no generation left; remove its highest one")
         while not fsio.link_exclusive(temporary, layout.ref(name, generation)):
@@ -186,12 +201,45 @@ def create(layout: Layout, name: str, manifest: Digest, *, temporary: Path, mode
 
 
 def remove(layout: Layout, ref: RefId) -> bool:
-    """Unlink one generation, and the name with its last one. The caller holds the write lock."""
-    removed = fsio.unlink(layout.ref(ref.name, ref.generation))
-    directory = layout.refs / escape_ref_name(ref.name)
-    if directory.is_dir():
-        fsio.sync_path(directory)
-        if not generations(layout, ref.name):
-            fsio.remove_directory(directory)
-            fsio.sync_path(layout.refs)
+    """Unlink one generation, and the name with its last one. The caller holds the write lock.
+
+    The highest one is renamed instead while there are others, so that its number is not used
+    again: ``NAME@3`` never means two things while there is a ``NAME``.
+    """
+    path = layout.ref(ref.name, ref.generation)
+    target = layout.buried(ref.name, ref.generation)
+    known, numbers = generations(layout, ref.name), buried(layout, ref.name)
+    # After the largest that there can be comes none, so that one is free again.
+    keep = ref.generation == max([*known, *numbers], default=0) < MAX_GENERATION
+    stale: list[int] = []
+    if keep and len(known) > 1 and path.is_file() and _bury(path, target):
+        removed = True
+        stale = [number for number in numbers if number < ref.generation]
+    else:
+        removed = fsio.unlink(path)
+    if path.parent.is_dir():
+        fsio.sync_path(path.parent)
+        for number in stale:
+            fsio.unlink(layout.buried(ref.name, number))
+        remove_if_empty(layout, ref.name)
     return removed
+
+
+def _bury(path: Path, target: Path) -> bool:
+    """Rename ``path``; False where a longer name finds no room, or if it is gone."""
+    try:
+        fsio.rename(path, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOSPC, errno.EDQUOT):
+            raise
+        return False
+    return True
+
+
+def remove_if_empty(layout: Layout, name: str) -> None:
+    """Remove a name that has no generations. The caller holds the write lock."""
+    if not generations(layout, name):
+        for number in buried(layout, name):
+            fsio.unlink(layout.buried(name, number))
+        fsio.remove_directory(layout.ref_dir(name))
+        fsio.sync_path(layout.refs)

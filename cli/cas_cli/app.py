@@ -80,15 +80,16 @@ class App:
         from cas.errors import ReadOnlyStore
         from cas.store import Store
 
-        def refusal() -> ReadOnlyStore:
+        def refusal(asked_by: str | None = None) -> ReadOnlyStore:
             name = command or click.get_current_context().info_name or "write"
-            return ReadOnlyStore(self.path, name)
+            return ReadOnlyStore(self.path, name, asked_by)
 
-        read_only = bool(self.effective("read_only").value)
+        asked = self.effective("read_only")
+        read_only = bool(asked.value)
         # The store knows its own umask, so only one from outside is passed on.
         umask = resolve(BY_NAME["umask"], self.given.umask, self.environ, {}).value
         if read_only and write:
-            raise refusal()
+            raise refusal(asked.decided_by)
         with Store.open(
             self.path,
             create=create,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -50,31 +52,36 @@ def ratio(new: int, logical: int) -> str:
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Aligned columns. A column whose title starts with ``>`` is right-aligned.
 
-    Lines are cut to the terminal's width, but never when the output goes to a file or a pipe.
+    Lines are cut at the terminal's right edge, so that what names a row stays whole; never when
+    the output goes to a file or a pipe.
     """
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        right = column.startswith(">")
-        grid.add_column(
-            column.lstrip(">"),
-            justify="right" if right else "left",
-            no_wrap=True,
-            overflow="ellipsis",
-        )
-    for row in rows:
-        grid.add_row(*(Text(printable(cell)) for cell in row))
     terminal = sys.stdout.isatty()
-    console = Console(
-        file=sys.stdout, width=None if terminal else 10_000, highlight=False, soft_wrap=False
-    )
-    with console.capture() as captured:
-        console.print(grid)
-    for line in captured.get().splitlines():
-        click.echo(line.rstrip())
+    width = shutil.get_terminal_size().columns if terminal else None
+    for number, line in enumerate(aligned(columns, rows, width)):
+        bold = number == 0 and terminal and not os.environ.get("NO_COLOR")
+        click.echo(click.style(line, bold=True) if bold else line)
+
+
+def aligned(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], width: int | None = None
+) -> list[str]:
+    """The lines of `table`: no longer than ``width`` cells, if that is given."""
+    from rich.cells import cell_len, set_cell_size
+
+    titles = [column.lstrip(">") for column in columns]
+    lines = [titles, *([printable(cell) for cell in row] for row in rows)]
+    widths = [max(map(cell_len, cells)) for cells in zip(*lines, strict=True)]
+    shown = []
+    for line in lines:
+        cells = []
+        for cell, size_, column in zip(line, widths, columns, strict=True):
+            blank = " " * (size_ - cell_len(cell))
+            cells.append(blank + cell if column.startswith(">") else cell + blank)
+        text = "  ".join(cells).rstrip()
+        if width is not None and cell_len(text) > width:
+            text = set_cell_size(text, width - 1).rstrip() + "\N{HORIZONTAL ELLIPSIS}"
+        shown.append(text)
+    return shown
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> None:

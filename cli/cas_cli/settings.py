@@ -43,6 +43,11 @@ class Effective:
         """Whether a flag or the environment decided, whatever the store says."""
         return self.origin not in (FROM_STORE, FROM_DEFAULT)
 
+    @property
+    def decided_by(self) -> str:
+        """The flag, variable or file, without the word that says which of these it is."""
+        return self.origin.split()[-1]
+
     def shown(self) -> str:
         return self.setting.show(self.value)
 

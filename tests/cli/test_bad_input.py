@@ -136,6 +136,8 @@ def test_an_unknown_name_and_an_unknown_generation(run: Run, filled: Filled) -> 
     unknown = run("show", "models/two")
     assert unknown.code == 3
     assert "models/one" in unknown.err
+    assert "there is models/one" in run("show", "mdoels/one").err
+    assert "`cas ls` lists" in run("show", "elsewhere").err
     generation = run("show", "models/one@7")
     assert generation.code == 3
     assert "models/one@2" in generation.err

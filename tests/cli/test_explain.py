@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cas import ActionRecord, Digest
+from cas.explain import ABSENT, Difference
 from cas.journal import Event
 from cas.testing.stores import open_store
 
@@ -48,6 +49,13 @@ def test_two_actions_or_artifacts_are_told_apart(run: Run) -> None:
         assert "and 11 more; -v shows them" in outcome.out
         assert "more;" not in run("explain", *names, "-v").out
     assert "1 action is the same, 0 not" in run("explain", "m@1", "m@1").out
+
+
+def test_a_value_that_reads_like_its_absence_is_told_apart() -> None:
+    there = Difference("options", "a", "the option a", "none", ABSENT)
+    assert there.text() == "the option a: only in the first"
+    long = Difference("options", "a", "the option a", "x" * 100 + "1", "x" * 100 + "2")
+    assert long.text() == "the option a: another content"
 
 
 @pytest.mark.usefixtures("recorded")

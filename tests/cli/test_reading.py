@@ -10,7 +10,7 @@ import pytest
 
 from cas import ActionRecord, Digest, Store
 from cas.testing.stores import open_store
-from cas_cli.render import moment
+from cas_cli.render import aligned, moment
 
 from .conftest import CHUNK, Filled, Run
 
@@ -43,6 +43,27 @@ def test_ls_in_a_pipe_is_never_cut(run: Run, store_dir: Path) -> None:
     with Store.open(store_dir) as store, store.writer() as writer:
         writer.commit(name, files={"f": writer.put(b"x")})
     assert name in run("ls", env={"COLUMNS": "40"}).out
+
+
+ROWS = (("a-long-name", "12", "the last column"), ("b", "3", "\N{CJK UNIFIED IDEOGRAPH-6F22}"))
+
+
+def test_columns_are_aligned_and_lines_are_cut_at_the_right_edge() -> None:
+    columns = ("NAME", ">N", "LAST")
+    whole = aligned(columns, ROWS)
+    assert whole == [
+        "NAME          N  LAST",
+        "a-long-name  12  the last column",
+        "b             3  \N{CJK UNIFIED IDEOGRAPH-6F22}",
+    ]
+    assert aligned(columns, ROWS, 32) == whole
+    cut = ["NAME          N  LAST", "a-long-name  12  the\N{HORIZONTAL ELLIPSIS}", whole[2]]
+    assert aligned(columns, ROWS, 21) == cut
+    assert aligned(columns, (), 20) == ["NAME  N  LAST"]
+
+
+def test_what_could_drive_a_terminal_is_shown_as_text() -> None:
+    assert aligned(("A",), [("x\x1b[31m\ny",)])[1] == "x\\x1b[31m\\ny"
 
 
 def test_a_damaged_artifact_does_not_hide_the_others(run: Run, filled: Filled) -> None:

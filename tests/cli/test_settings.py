@@ -30,6 +30,7 @@ def test_defaults_come_from_nowhere_else(tmp_path: Path) -> None:
     assert origin(settings, "read_only") == (False, "default")
     assert origin(settings, "umask") == (None, "default")
     assert origin(settings, "grace") == (0, "default")
+    assert origin(settings, "recheck") == (0, "default")
     for key in ("keep_last", "older_than", "max_size"):
         assert origin(settings, key) == (None, "default")
 
@@ -167,7 +168,8 @@ def test_read_only_forbids_what_writes_and_allows_what_reads(run: Run, filled: F
     for writing in (("rm", "other"), ("gc",), ("config", "set", "grace", "1h")):
         outcome = run(*writing, env=env)
         assert outcome.code == 5, writing
-        assert "read-only" in outcome.err
+        assert "read-only because of CAS_READONLY; leave that out" in outcome.err
+    assert "because of --read-only;" in run("rm", "other", "--read-only").err
     assert run("show", "other").code == 0
 
 

@@ -100,7 +100,7 @@ def _known(key: str) -> str:
 
 def _document(effective: Effective) -> dict[str, Any]:
     value = effective.value
-    plain = value if isinstance(value, (bool, int)) or value is None else str(value)
+    plain = value if isinstance(value, (bool, int, float)) or value is None else str(value)
     return {
         "key": effective.setting.name,
         "value": effective.shown()

@@ -92,8 +92,8 @@ def command(
     wanted.check()
     if importlib.util.find_spec("executorch") is None:
         raise MissingExtra("executorch")
-    if app.effective("read_only").value:
-        raise ReadOnlyStore(app.path, "run")
+    if (asked := app.effective("read_only")).value:
+        raise ReadOnlyStore(app.path, "run", asked.decided_by)
     target = None if report is None else _checked_report(report)
     # Run once click is done: the script may use it too, and then finds it as it is at the start.
     reuse, share = app.actions(no_actions, recheck)
