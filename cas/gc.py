@@ -335,5 +335,4 @@ def _remove_dead_writers(context: Context) -> int:
 def _remove_empty_names(context: Context) -> None:
     with context.index.exclude():
         for name in refs.names(context.layout):
-            if not refs.generations(context.layout, name):
-                fsio.remove_directory(context.layout.ref_dir(name))
+            refs.remove_if_empty(context.layout, name)

@@ -18,6 +18,7 @@ FORMAT = 1
 MAX_NAME = 200
 _NAME_CHARS = re.compile(r"[A-Za-z0-9._+=,-]+")
 _GENERATION = re.compile(r"[0-9]{8,18}")
+_BURIED = ".gone"
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _WRITER = re.compile(r"[0-9a-f]{32}")
 
@@ -218,6 +219,11 @@ class Layout:
         directory = escape_ref_name(check_ref_name(name))
         return Path(f"{self.root}/refs/{directory}/{generation:08d}")
 
+    def buried(self, name: str, generation: int) -> Path:
+        """What a removed generation leaves, so that its number is not used again."""
+        path = self.ref(name, generation)
+        return path.with_name(path.name + _BURIED)
+
     def lease(self, writer: str) -> Path:
         return self.leases / writer
 
@@ -251,6 +257,11 @@ def parse_generation(name: str) -> int | None:
         return None
     generation = int(name)
     return generation if generation >= 1 and f"{generation:08d}" == name else None
+
+
+def parse_buried(name: str) -> int | None:
+    """The removed generation that a file name below ``refs/<name>/`` spells, or None."""
+    return parse_generation(name.removesuffix(_BURIED)) if name.endswith(_BURIED) else None
 
 
 def is_writer_id(name: str) -> bool:

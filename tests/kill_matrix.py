@@ -153,9 +153,23 @@ def assemble(root: Path) -> None:
         store.assemble("kept/one", root / "out")
 
 
+def prepare_generations(root: Path) -> None:
+    """Besides a name to remove, one whose newest generations go; it lost its fourth before."""
+    prepare(root)
+    with open_store(root) as store:
+        for seed in (11, 12, 13, 14):
+            commit(store, "newest", contents(seed, CHUNK))
+        store.remove("newest@4")
+        commit(store, "newest", contents(15, CHUNK))
+
+
 def remove(root: Path) -> None:
-    with open_store(root) as store, contextlib.suppress(KeyError):
-        if any(ref.name == "lost" for ref in store.refs()):
+    with open_store(root) as store:
+        found = {str(ref) for ref in store.refs()}
+        for target in ("newest@5", "newest@3"):
+            if target in found:
+                store.remove(target)
+        if any(ref.startswith("lost@") for ref in found):
             store.remove("lost")
 
 
@@ -314,7 +328,10 @@ def check_remove(root: Path) -> None:
     check_store(root)
     remove(root)
     with open_store(root) as store:
-        assert not any(ref.name == "lost" for ref in store.refs())
+        found = [str(ref) for ref in store.refs() if ref.name in ("lost", "newest")]
+        assert found == ["newest@1", "newest@2"], found
+        commit(store, "newest", contents(16, CHUNK))
+        assert store.resolve("newest").generation == 6, "a number means two things"
     check_store(root)
 
 
@@ -387,7 +404,7 @@ OPERATIONS = {
     "assemble": Operation(prepare, assemble, check_assemble),
     "record": Operation(prepare, record_an_action, check_record),
     "record-anew": Operation(prepare_records, record_anew, check_record),
-    "remove": Operation(prepare, remove, check_remove),
+    "remove": Operation(prepare_generations, remove, check_remove),
     "gc": Operation(prepare_with_garbage, collect, check_gc),
     "gc-by-policy": Operation(prepare_with_old_ones, collect_by_policy, check_policy),
     "stats": Operation(prepare_with_old_ones, count, check_then_again(check_counts)),

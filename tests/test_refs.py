@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cas import Store, refs
+from cas import Store, fsio, refs
 from cas.digest import Digest
-from cas.errors import InvalidName, RefDamaged, RefNotFound
+from cas.errors import InvalidName, RefDamaged, RefNotFound, Refused
 from cas.refs import RefId
 from cas.testing.damage import truncate, writable
 from cas.testing.stores import assert_sound, collect, commit, contents, open_store, scratch
@@ -130,6 +131,90 @@ def test_a_name_that_is_free_again_starts_anew(store: Store) -> None:
     store.remove("a")
     assert not store.context.layout.ref_dir("a").exists()
     assert commit(store, "a", contents(2, 100)).ref.generation == 1
+
+
+def entries(store: Store, name: str = "a") -> set[str]:
+    return {path.name for path in store.context.layout.ref_dir(name).iterdir()}
+
+
+def fill(store: Store, count: int, name: str = "a") -> None:
+    for number in range(count):
+        commit(store, name, contents(number, 100))
+
+
+def test_the_number_of_a_removed_generation_is_not_used_again(store: Store) -> None:
+    fill(store, 3)
+    assert [str(ref) for ref in store.remove("a@3")] == ["a@3"]
+    assert [str(ref) for ref in store.refs()] == ["a@1", "a@2"]
+    assert store.resolve("a").generation == 2
+    with pytest.raises(RefNotFound):
+        store.remove("a@3")
+    assert collect(store).dead_chunks == 1
+    assert commit(store, "a", b"new").ref.generation == 4
+    assert_sound(store)
+
+
+def test_of_a_name_no_more_than_one_removed_number_is_kept(store: Store) -> None:
+    fill(store, 4)
+    for number, left in ((4, 4), (2, 4), (3, 4)):
+        store.remove(f"a@{number}")
+        assert [name for name in entries(store) if "gone" in name] == [f"{left:08d}.gone"]
+    fill(store, 1)
+    assert entries(store) == {"00000001", "00000004.gone", "00000005"}
+    store.remove("a@5")
+    assert entries(store) == {"00000001", "00000005.gone"}
+
+
+def test_a_name_without_generations_keeps_no_number(store: Store) -> None:
+    fill(store, 3)
+    for number in (3, 1, 2):
+        store.remove(f"a@{number}")
+    assert not store.context.layout.ref_dir("a").exists()
+    assert commit(store, "A", b"another").ref.generation == 1
+
+
+def test_what_a_kill_leaves_of_a_removed_name_is_gcs_and_in_nobodys_way(store: Store) -> None:
+    fill(store, 2)
+    store.remove("a@2")
+    store.context.layout.ref("a", 1).unlink()  # killed before it removed the rest
+    assert list(store.refs()) == []
+    commit(store, "A", b"differs only by case")
+    store.remove("A")
+    collect(store)
+    assert not store.context.layout.ref_dir("a").exists()
+
+
+def test_a_generation_that_cannot_be_renamed_on_a_full_disk_is_removed_all_the_same(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store, 3)
+
+    def full(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(fsio, "rename", full)
+    store.remove("a@3")
+    assert entries(store) == {"00000001", "00000002"}
+
+
+def test_the_largest_number_is_free_again_when_it_is_removed(store: Store) -> None:
+    fill(store, 1)
+    last = store.context.layout.ref("a", refs.MAX_GENERATION)
+    last.write_bytes(store.context.layout.ref("a", 1).read_bytes())
+    with pytest.raises(Refused, match="no generation left"):
+        fill(store, 1)
+    store.remove(f"a@{refs.MAX_GENERATION}")
+    fill(store, 1)
+    assert store.resolve("a").generation == 2
+
+
+def test_names_that_only_resemble_a_removed_generation_are_ignored(store: Store) -> None:
+    fill(store, 1)
+    directory = store.context.layout.ref_dir("a")
+    for name in ("7.gone", "x.gone", "00000007.gone.gone", "00000000.gone", ".gone"):
+        (directory / name).touch()
+    fill(store, 1)
+    assert store.resolve("a").generation == 2
 
 
 def test_an_unreadable_digest_is_not_resolved_to_another(store: Store) -> None:

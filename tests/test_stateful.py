@@ -57,6 +57,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.root = self.stack.enter_context(scratch())
         self.now = 1e9
         self.committed: dict[str, dict[int, bytes]] = {}
+        self.highest: dict[str, int] = {}
         self.recorded: dict[int, bytes] = {}
         self.store = self.open()
 
@@ -67,6 +68,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.close()
         self.stack.close()
 
+    def next_generation(self, name: str) -> int:
+        """After all that there were since the name had none."""
+        return self.highest[name] + 1 if self.committed.get(name) else 1
+
+    def remember(self, generation: int, name: str, data: bytes) -> None:
+        self.committed.setdefault(name, {})[generation] = data
+        self.highest[name] = generation
+
     # --- what users do --------------------------------------------------------------------------
 
     @rule(name=NAMES, seeds=BLOBS)
@@ -74,9 +83,8 @@ class StoreMachine(RuleBasedStateMachine):
         data = blob(seeds)
         with self.store.writer() as writer:
             done = writer.commit(name, {"f": writer.put(data)})
-        known = self.committed.setdefault(name, {})
-        assert done.ref.generation == max(known, default=0) + 1
-        known[done.ref.generation] = data
+        assert done.ref.generation == self.next_generation(name)
+        self.remember(done.ref.generation, name, data)
 
     @rule(seeds=BLOBS, publish=st.booleans())
     def abandon(self, seeds: list[int], publish: bool) -> None:
@@ -207,8 +215,8 @@ class StoreMachine(RuleBasedStateMachine):
         with contextlib.suppress(CasError):
             ref = self.store.resolve("a")
             if ref.generation not in before:  # it died after its commit point
-                assert ref.generation == max(before, default=0) + 1
-                self.committed.setdefault("a", {})[ref.generation] = data
+                assert ref.generation == self.next_generation("a")
+                self.remember(ref.generation, "a", data)
 
     # --- what must hold -------------------------------------------------------------------------
 
