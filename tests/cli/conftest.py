@@ -21,6 +21,8 @@ from cas.testing.damage import mounted_read_only, mounted_tmpfs
 from cas.testing.stores import CHUNK, contents, open_store, scratch
 
 ROOT = Path(__file__).resolve().parents[2]
+#: A file of models to export.
+NET = Path(__file__).with_name("net.py").read_text("utf-8")
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,24 @@ def commit(store: cas.Store, name: str, data: bytes) -> cas.Commit:
             tensors=[tensor],
             provenance={"source": "a test", "versions": {"cas": "1"}},
         )
+
+
+@pytest.fixture
+def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, which holds ``net.py``."""
+    (tmp_path / "net.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def export(run: Run, net: Path) -> Run:
+    """Run ``cas export net.py:ATTR -o out OPTIONS`` in this process."""
+
+    def call(attr: str, *options: object) -> Outcome:
+        return run("export", f"net.py:{attr}", "-o", "out", *options)
+
+    return call
 
 
 @contextlib.contextmanager
