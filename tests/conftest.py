@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,18 @@ def writer(store: Store) -> Iterator[Writer]:
     """A writer of ``store``, which commits nothing unless the test does."""
     with store.writer() as opened:
         yield opened
+
+
+@pytest.fixture
+def seed() -> int:
+    """Of what a test does at random; printed, so that a failure can be seen again by ``SEED``.
+
+    Always the same in CI: what chance finds there would hold up somebody else's change.
+    """
+    given = os.environ.get("SEED") or ("1" if os.environ.get("CI") else None)
+    seed = random.randrange(1 << 32) if given is None else int(given)
+    print(f"seed {seed}")
+    return seed
 
 
 @pytest.fixture(autouse=True)

@@ -364,7 +364,7 @@ def test_waiting_is_told_to_the_progress(store: Store) -> None:
     def hold() -> None:
         with store.actions.flight(KEY):
             inside.set()
-            time.sleep(0.2)
+            until(lambda: bool(told))
 
     thread = threading.Thread(target=hold)
     thread.start()

@@ -7,7 +7,6 @@ with. Batches run in children, since a damaged index could take the whole proces
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 from collections import Counter
@@ -234,9 +233,7 @@ def run_batch(rotting: Rotting, flips: list[Flip]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("count", [70, pytest.param(300, marks=pytest.mark.slow)])
-def test_a_flipped_bit_is_noticed_or_harmless(count: int) -> None:
-    seed = int(os.environ.get("BIT_ROT_SEED", random.randrange(1 << 32)))
-    print(f"seed {seed}")
+def test_a_flipped_bit_is_noticed_or_harmless(count: int, seed: int) -> None:
     with scratch() as root:
         forked(lambda: make(root))
         rotting = Rotting(root)

@@ -49,12 +49,15 @@ def add_manifest(layout: Layout, data: bytes, *, name: Digest | None = None) -> 
 
 
 def within(seconds: float, nbytes: int, work: Callable[[], None]) -> None:
-    """Run ``work`` in a child that may take so long, and so much more memory than it has."""
+    """Run ``work`` in a child that may take so much more memory than it has, and time to compute.
+
+    Not to wait: of that, a busy machine gives as much as it likes.
+    """
 
     def measure() -> tuple[float, int]:
-        before, began = _peak(), time.monotonic()
+        before, began = _peak(), time.process_time()
         work()
-        return time.monotonic() - began, _peak() - before
+        return time.process_time() - began, _peak() - before
 
     took, grown = forked(measure)
     assert took < seconds and grown < nbytes, (took, grown)
@@ -98,7 +101,7 @@ def test_a_huge_manifest_costs_little_time_and_memory(
     layout: Layout, unit: bytes, size: int
 ) -> None:
     add_manifest(layout, json_of(unit, size))
-    within(20, 400 << 20, lambda: use_with_a_bad_artifact(layout))
+    within(60, 400 << 20, lambda: use_with_a_bad_artifact(layout))
 
 
 def test_a_manifest_under_another_name_is_not_used(layout: Layout) -> None:
@@ -116,21 +119,19 @@ HEADERS: dict[str, Callable[[Layout], Path]] = {
 
 @pytest.mark.parametrize("which", HEADERS)
 @pytest.mark.parametrize(
-    "data",
-    [b"[" * MANY, b'a="b"\n' * (MANY // 6), b'{"format":1,' * (MANY // 12)],
-    ids=["nested", "lines", "keys"],
+    "unit", [b"[", b'a="b"\n', b'{"format":1,'], ids=["nested", "lines", "keys"]
 )
 def test_a_huge_header_or_configuration_is_refused_at_once(
-    layout: Layout, which: str, data: bytes
+    layout: Layout, which: str, unit: bytes
 ) -> None:
-    overwrite(HEADERS[which](layout), data)
+    overwrite(HEADERS[which](layout), unit * (MANY // len(unit)))
 
     def use() -> None:
         with pytest.raises(CasError) as caught:
             open_store(layout.root)
         assert str(layout.root) in str(caught.value) and len(str(caught.value)) < 1000
 
-    within(10, 64 << 20, use)
+    within(30, 64 << 20, use)
 
 
 def test_a_sparse_header_of_a_terabyte_is_not_read(layout: Layout) -> None:
@@ -144,12 +145,12 @@ def test_a_sparse_header_of_a_terabyte_is_not_read(layout: Layout) -> None:
         with pytest.raises(CasError):
             open_store(layout.root)
 
-    within(10, 64 << 20, use)
+    within(30, 64 << 20, use)
 
 
 def test_a_huge_ref_is_read_as_far_as_a_ref_goes(layout: Layout) -> None:
     overwrite(layout.ref("bad", 1), b"blake3:" + b"0" * MANY)
-    within(10, 64 << 20, lambda: use_with_a_bad_artifact(layout))
+    within(30, 64 << 20, lambda: use_with_a_bad_artifact(layout))
 
 
 def test_a_huge_stamp_is_none(layout: Layout) -> None:
@@ -159,7 +160,7 @@ def test_a_huge_stamp_is_none(layout: Layout) -> None:
         with open_store(layout.root) as store:
             assert_sound(store)
 
-    within(10, 64 << 20, use)
+    within(30, 64 << 20, use)
 
 
 # --- names --------------------------------------------------------------------------------------
@@ -204,5 +205,5 @@ def test_a_link_in_the_place_of_a_chunk_gives_nothing_of_what_it_points_to(
             assert not list((root / "out").iterdir())
             assert verify.verify(store).affected_refs == ("good@1",)
 
-    within(10, 64 << 20, use)
+    within(30, 64 << 20, use)
     assert Path("/etc/passwd").exists()

@@ -29,6 +29,9 @@ no_deadlines()
 
 CHUNKS = [b"the first chunk", b"another one", b"x"]
 HEX = Digest.of(b"a").hex()
+#: Seconds of the processor, of which a busy machine gives no less: many times what it takes, and
+#: far less than it would if it took longer for each further one.
+QUICKLY = 5
 
 
 # --- recipes ------------------------------------------------------------------------------------
@@ -85,10 +88,10 @@ def test_literals_are_bounded() -> None:
 
 
 def test_joining_many_small_literals_takes_linear_time() -> None:
-    pieces = [Recipe.literal(b"0123456789abcdef")] * 60_000
-    began = time.perf_counter()
-    assert Recipe.concat(pieces).size == 960_000
-    assert time.perf_counter() - began < 2
+    pieces = [Recipe.literal(b"0123456789abcdef")] * 600_000
+    began = time.process_time()
+    assert Recipe.concat(pieces).size == 9_600_000
+    assert time.process_time() - began < QUICKLY
 
 
 # --- manifests ----------------------------------------------------------------------------------
@@ -240,10 +243,10 @@ def test_the_document_that_the_hostile_ones_vary_is_valid() -> None:
     ids=range(16),
 )
 def test_bytes_that_are_no_strict_json_are_refused_quickly(data: bytes) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(ManifestDamaged):
         Manifest.parse(data)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < QUICKLY
 
 
 json_like = st.recursive(

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("fstype", ["ext4", "xfs"])
 @pytest.mark.parametrize("with_gc", [False, True], ids=["writer", "writer+gc"])
-def test_power_cuts_lose_nothing_and_need_no_repair(fstype: str, with_gc: bool) -> None:
+def test_power_cuts_lose_nothing_and_need_no_repair(fstype: str, with_gc: bool, seed: int) -> None:
     if reason := disks.why_no_power_cuts(fstype):
         pytest.skip(reason)
-    chooser = random.Random()
+    chooser = random.Random(seed)
     with image_directory() as directory:
         try:
             machine = Machine(directory, fstype, seed=chooser.randrange(1, 40_000), with_gc=with_gc)

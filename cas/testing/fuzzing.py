@@ -29,7 +29,7 @@ from cas.manifest import Manifest
 from cas.records import ActionRecord
 from cas.refs import RefId
 
-#: An input is at most so large, and may take at most so long: a thousand times the usual.
+#: An input is at most so large, and may take so long of the processor: a thousand times the usual.
 MAX_INPUT = 64 << 10
 SECONDS_PER_INPUT = 2.0
 #: What parsing such inputs may add to the process's memory, all together.
@@ -245,14 +245,16 @@ class Fuzzer:
         self.seen: dict[str, set[str]] = {name: set() for name in self.parsers}
         self.outcome = Outcome({name: Counts() for name in self.parsers})
 
-    def run(self, seconds: float) -> Outcome:
-        """The corpus as it is, then mutations until the time is over."""
+    def run(self, seconds: float, least: int = 100) -> Outcome:
+        """The corpus as it is, then mutations until the time is over, and of each ``least``."""
         for name, pool in self.pools.items():
             for data in list(pool):
                 self.feed(name, data)
         before = _peak_bytes()
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        rounds = 0
+        while time.monotonic() < deadline or rounds < least:
+            rounds += 1
             for name, pool in self.pools.items():
                 # Half of them from what is nearly right: two mistakes hide each other.
                 start = self.dice.choice(self.dice.choice([pool, self.good[name]]))
@@ -297,16 +299,18 @@ def _kind_of(message: str) -> str:
 
 @contextlib.contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
+    """Counts the processor's time: a busy machine is no reason to ring."""
+
     def ring(*_: object) -> None:
         raise TimeoutError(f"more than {seconds} seconds for one input")
 
-    old = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    old = signal.signal(signal.SIGPROF, ring)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, old)
 
 
 def _peak_bytes() -> int:

@@ -146,8 +146,8 @@ def children(*functions: Callable[[Child], Any]) -> Iterator[list[Child]]:
             child.kill()
 
 
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    """Wait for ``condition``; an AssertionError when it takes too long."""
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    """Wait for ``condition``; an AssertionError when it takes longer than on any busy machine."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from typing import Any
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from cas.digest import Digest
@@ -26,7 +26,7 @@ _NAME = string.ascii_letters + string.digits + "._+=,-"
 
 def no_deadlines() -> None:
     """Let a test take its time: on a busy machine a deadline only tells that it was busy."""
-    settings.register_profile("cas", deadline=None)
+    settings.register_profile("cas", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("cas")
 
 
