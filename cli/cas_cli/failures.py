@@ -18,7 +18,7 @@ EXIT_CODES = {
     4: "damaged data: a chunk, manifest or file is missing or not what it must be",
     5: "refused: unsafe, read-only, not permitted, unsupported, or in use",
     6: "no space left",
-    7: "remote failed",
+    7: "remote failed (kept for remotes, which are to come)",
     130: "interrupted by Ctrl-C",
     141: "the reader of the output went away",
 }

@@ -64,18 +64,6 @@ class Cas(Group):
         loaded: click.Command = module.command
         return loaded
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0]
-        if not name.startswith("-") and name not in self.list_commands(ctx):
-            import difflib
-
-            close = difflib.get_close_matches(name, self.list_commands(ctx), n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            ctx.fail(f"there is no command {name!r}{hint}")
-        return super().resolve_command(ctx, args)
-
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Offer the commands without importing every one of them for its line of help."""
         from click.shell_completion import CompletionItem

@@ -78,6 +78,21 @@ class Group(click.Group):
         super().__init__(*args, **settings)
         self.params = [*self.params, *global_options()]
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if not name.startswith("-") and name not in self.list_commands(ctx):
+            ctx.fail(f"there is no command {name!r}{self.hint(ctx, name)}")
+        return super().resolve_command(ctx, args)
+
+    def hint(self, ctx: click.Context, name: str) -> str:
+        """What to say after the name of a command that does not exist."""
+        import difflib
+
+        close = difflib.get_close_matches(name, self.list_commands(ctx), n=1)
+        return f"; did you mean {close[0]!r}?" if close else ""
+
 
 def command(**settings: Any) -> Callable[[Callable[..., Any]], Command]:
     """`click.command` for a command with the global options."""

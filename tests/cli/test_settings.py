@@ -154,6 +154,13 @@ def test_unknown_settings_are_refused_with_the_known_ones(run: Run, filled: Fill
         assert "umask, grace" in outcome.err
 
 
+def test_a_setting_in_the_place_of_a_command_is_explained(run: Run, filled: Filled) -> None:
+    outcome = run("config", "grace")
+    assert outcome.code == 2
+    assert "`cas config get grace` shows the setting" in outcome.err
+    assert "did you mean 'unset'" in run("config", "unst", "grace").err
+
+
 def test_a_config_file_of_garbage_is_damage_and_named(run: Run, filled: Filled) -> None:
     (filled.path / "config.toml").write_text("umask = [")
     outcome = run("ls")

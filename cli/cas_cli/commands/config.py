@@ -16,8 +16,17 @@ if TYPE_CHECKING:
     from cas_cli.settings import Effective
 
 
+class Settings(options.Group):
+    """`cas config`, whose words are taken for names of settings at first."""
+
+    def hint(self, ctx: click.Context, name: str) -> str:
+        if name in BY_NAME:
+            return f"; `cas config get {name}` shows the setting, `set` changes it"
+        return super().hint(ctx, name)
+
+
 @click.group(
-    cls=options.Group,
+    cls=Settings,
     invoke_without_command=True,
     short_help="Show or change settings, and where each comes from.",
 )
