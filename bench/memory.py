@@ -82,6 +82,9 @@ def run_case(case: Case, layers: int, work: Path) -> dict[str, Any]:
             "checkpoint": str(work / "weights.safetensors"),
         }
         measured = measure(spec, log=work / "log")
+        if measured.result is None:
+            said = (work / "log").read_text(errors="replace")[-2000:]
+            print(f"{label} ended with {measured.returncode}: {said}", file=sys.stderr)
         row[label] = _summary(measured, weights)
         hashes.append(measured.result and measured.result["sha256"])
         _remove(work, label)
