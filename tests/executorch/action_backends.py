@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import threading
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
 
 #: The backends that compiled something, in order.
 COMPILED: list[str] = []
-#: What `ReadsGlobal` hides.
+#: What `ReadsHidden` obeys.
 HIDDEN = {"value": b"one"}
+#: What `ReadsGlobal` and `ReadsClass` obey.
+SETTINGS = {"value": b"one"}
+
+
+def _out_of_sight(name: str) -> Any:
+    """A global value that no code names, so that no key depends on it."""
+    return vars(sys.modules[__name__])[name]
+
+
+def _note(backend: str) -> None:
+    _out_of_sight("COMPILED").append(backend)
 
 
 def _named(program: Any, specs: Any, prefix: str = "") -> NamedDataStore:
@@ -33,7 +46,7 @@ class Plain(BackendDetails):
 
     @staticmethod
     def preprocess(edge_program: Any, compile_specs: Any) -> PreprocessResult:
-        COMPILED.append("Plain")
+        _note("Plain")
         handles = {0: (1, 2), 7: (3,)}
         output = _named(edge_program, compile_specs).get_named_data_store_output()
         return PreprocessResult(b"blob" * 3000, handles, output)
@@ -49,7 +62,7 @@ class Together(BackendDetails):
 
     @classmethod
     def preprocess_multimethod(cls, edge_programs: Any, compile_specs: Any) -> Any:
-        COMPILED.append("Together")
+        _note("Together")
         store, results = NamedDataStore(), {}
         for method, programs in edge_programs.items():
             for n, program in enumerate(programs):
@@ -68,7 +81,7 @@ class LiveObjects(BackendDetails):
 
     @staticmethod
     def preprocess(edge_program: Any, compile_specs: Any) -> PreprocessResult:
-        COMPILED.append("LiveObjects")
+        _note("LiveObjects")
         return PreprocessResult(b"blob", _delegate_info_meta=object())
 
 
@@ -76,7 +89,7 @@ class LiveObjects(BackendDetails):
 class ReadsVariable(BackendDetails):
     @staticmethod
     def preprocess(edge_program: Any, compile_specs: Any) -> PreprocessResult:
-        COMPILED.append("ReadsVariable")
+        _note("ReadsVariable")
         return PreprocessResult(os.environ.get("SECRET_OF_THE_BACKEND", "none").encode())
 
 
@@ -86,18 +99,77 @@ class ReadsFile(BackendDetails):
 
     @staticmethod
     def preprocess(edge_program: Any, compile_specs: Any) -> PreprocessResult:
-        COMPILED.append("ReadsFile")
+        _note("ReadsFile")
         return PreprocessResult(Path(compile_specs[0].value.decode()).read_bytes())
 
 
 @final
-class ReadsGlobal(BackendDetails):
+class ReadsHidden(BackendDetails):
     """Nothing can observe this one."""
 
     @staticmethod
     def preprocess(edge_program: Any, compile_specs: Any) -> PreprocessResult:
-        COMPILED.append("ReadsGlobal")
-        return PreprocessResult(HIDDEN["value"])
+        _note("ReadsHidden")
+        return PreprocessResult(_out_of_sight("HIDDEN")["value"])
+
+
+@final
+class ReadsGlobal(BackendDetails):
+    @staticmethod
+    def preprocess(edge_program: Any, compile_specs: Any) -> PreprocessResult:
+        _note("ReadsGlobal")
+        return PreprocessResult(SETTINGS["value"])
+
+
+@final
+class ReadsClass(BackendDetails):
+    """Obeys a list that a program may change."""
+
+    WORDS: ClassVar[list[bytes]] = [b"one"]
+
+    @classmethod
+    def preprocess(cls, edge_program: Any, compile_specs: Any) -> PreprocessResult:
+        _note("ReadsClass")
+        return PreprocessResult(b" ".join(cls.WORDS))
+
+
+@final
+class Remembers(BackendDetails):
+    """Makes something else each time."""
+
+    TIMES: ClassVar[list[int]] = []
+
+    @classmethod
+    def preprocess(cls, edge_program: Any, compile_specs: Any) -> PreprocessResult:
+        _note("Remembers")
+        cls.TIMES.append(1)
+        return PreprocessResult(b"%d" % len(cls.TIMES))
+
+
+@final
+class Opaque(BackendDetails):
+    """Refers to something that has no content to go by."""
+
+    @staticmethod
+    def preprocess(edge_program: Any, compile_specs: Any) -> PreprocessResult:
+        _note("Opaque")
+        with _LOCK:
+            return PreprocessResult(b"blob")
+
+
+_LOCK = threading.Lock()
+
+
+@final
+class Looks(BackendDetails):
+    """The option says for which file, or for which variable in a copy of the environment."""
+
+    @staticmethod
+    def preprocess(edge_program: Any, compile_specs: Any) -> PreprocessResult:
+        _note("Looks")
+        name = compile_specs[0].value.decode()
+        found = Path(name).exists() if "/" in name else dict(os.environ).get(name)
+        return PreprocessResult(repr(found).encode())
 
 
 @final
@@ -106,7 +178,7 @@ class SetsVariable(BackendDetails):
 
     @staticmethod
     def preprocess(edge_program: Any, compile_specs: Any) -> PreprocessResult:
-        COMPILED.append("SetsVariable")
+        _note("SetsVariable")
         os.environ["TORCH_TEST_OF_ACTIONS"] = "set by the compile"
         return PreprocessResult(b"blob")
 
@@ -117,7 +189,7 @@ class Connects(BackendDetails):
 
     @staticmethod
     def preprocess(edge_program: Any, compile_specs: Any) -> PreprocessResult:
-        COMPILED.append("Connects")
+        _note("Connects")
         with socket.socket() as connection:
             connection.settimeout(0.001)
             connection.connect_ex(("192.0.2.1", 9))
@@ -130,9 +202,9 @@ class FailsSecond(BackendDetails):
 
     @staticmethod
     def preprocess(edge_program: Any, compile_specs: Any) -> PreprocessResult:
-        if COMPILED and HIDDEN["value"] == b"fail":
+        if _out_of_sight("COMPILED") and _out_of_sight("HIDDEN")["value"] == b"fail":
             raise RuntimeError("this operator is not supported")
-        COMPILED.append("FailsSecond")
+        _note("FailsSecond")
         return PreprocessResult(b"blob")
 
 
@@ -142,7 +214,7 @@ class Changes(BackendDetails):
 
     @staticmethod
     def preprocess(edge_program: Any, compile_specs: Any) -> PreprocessResult:
-        COMPILED.append("Changes")
+        _note("Changes")
         for tensor in edge_program.state_dict.values():
             tensor.data.mul_(2.0)
         output = _named(edge_program, compile_specs).get_named_data_store_output()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,14 +15,9 @@ from cas.digest import Digest
 from cas.executorch.actions import aoti, facts, xnnpack
 from cas.executorch.actions.errors import Unkeyable
 from cas.executorch.actions.lowered import spec_items
+from cas.executorch.actions.objects import ObjectEncoder
 from cas.executorch.actions.policy import ORIGIN, STRICT, TAGS, KeyPolicy
-from cas.executorch.actions.sources import (
-    code_digest,
-    module_digest,
-    put_attributes,
-    tree_digest,
-)
-from cas.executorch.actions.stream import Stream
+from cas.executorch.actions.sources import module_digest, tree_digest
 
 Relocate: TypeAlias = Callable[[bytes, Mapping[int, int]], bytes]
 
@@ -35,6 +29,8 @@ _SIDE_EFFECTS: Final = frozenset({"debug_artifact_path", "dump_debug_info", "int
 _XNNPACK_SOURCES: Final = frozenset(
     {"72752002b43fc994b716a97e8613e08d74694637f1bf596d78e767138064c0dd"}  # 1.5.1
 )
+#: The fact that is a backend's methods, and what the code of a user's one refers to.
+CODE: Final = "backend: code"
 _AOTI: Final = "executorch.backends.aoti.aoti_backend"
 
 
@@ -134,7 +130,7 @@ def ambient_facts(backend: type) -> dict[str, str]:
         Unkeyable: something was set that has no stable form.
     """
     found = facts.ambient_facts()
-    found["backend: code"] = _class_digest(backend).hex()
+    found[CODE] = _class_digest(backend).hex()
     visitors = sys.modules.get("executorch.backends.xnnpack.operators.node_visitor")
     if backend.__name__ == "XnnpackBackend" and visitors is not None:
         found["backend: operators of the user's"] = _foreign_visitors(visitors)
@@ -159,16 +155,24 @@ def _package_directory() -> Path:
 
 
 def _class_digest(backend: type) -> Digest:
-    """The methods that the class has now: replaced ones (monkey patches) count."""
-    stream = Stream()
+    """The methods and values that the class has now: replaced ones (monkey patches) count.
+
+    Of a class of the user's, also what its code refers to.
+
+    Raises:
+        Unkeyable: it refers to something that has no content to go by.
+    """
+    encoder = ObjectEncoder(trees=_trees)
     for kind in backend.__mro__[:-1]:
-        put_attributes(stream, kind)
-        for name, value in sorted(vars(kind).items()):
-            function = getattr(value, "__func__", value)
-            if inspect.isfunction(function):
-                stream.put_text(b"mn", name)
-                stream.put(b"mc", code_digest(function))
-    return stream.digest()
+        if kind.__module__.split(".", 1)[0] == "executorch":
+            encoder.put_members(kind)  # its sources are facts already
+        else:
+            encoder.put(kind)
+    return encoder.stream.digest()
+
+
+#: Of this process: sources that are edited while it runs are not what it runs.
+_trees: Final[dict[Path, Digest]] = {}
 
 
 def _foreign_visitors(module: Any) -> str:

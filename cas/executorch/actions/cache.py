@@ -19,15 +19,15 @@ from cas.errors import CasError
 from cas.executorch.actions import backends, dependencies, drift, facts
 from cas.executorch.actions.backends import Profile
 from cas.executorch.actions.compare import differences
+from cas.executorch.actions.context import ActionContext
 from cas.executorch.actions.dependencies import Dependencies
 from cas.executorch.actions.errors import Unkeyable, Unrecordable
 from cas.executorch.actions.keys import ActionKey, Programs, Specs, action_key
 from cas.executorch.actions.observer import Observed, observing
-from cas.executorch.actions.outcomes import STALE, ActionMismatch, ActionOptions, Outcomes
+from cas.executorch.actions.outcomes import STALE, ActionMismatch
 from cas.executorch.actions.relocation import check_relocatable, relocate
 from cas.executorch.actions.replay import Freezer, Thawer
 from cas.executorch.actions.weights import StorageDigests
-from cas.executorch.intake import Intake
 from cas.journal import Event, Outcome
 from cas.records import ActionRecord
 from cas.store import Store
@@ -40,6 +40,8 @@ KIND: Final = "delegate"
 #: Records are published together; a process that is killed loses at most these.
 _BATCH: Final = 32
 _BATCH_SECONDS: Final = 20.0
+
+_CHANGES: Final = "the backend changes what its code refers to"
 
 #: CLOCK_REALTIME_COARSE of Linux, with which the kernel stamps files.
 FILE_CLOCK: Final = 5
@@ -75,23 +77,17 @@ class _Unit:
 class DelegateActions:
     """The delegate actions of one capture."""
 
-    def __init__(
-        self,
-        store: Store,
-        writer: Writer,
-        intake: Intake,
-        options: ActionOptions,
-        outcomes: Outcomes,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._store = store
-        self._writer = writer
-        self._intake = intake
-        self._options = options
-        self._clock = clock
+    def __init__(self, context: ActionContext) -> None:
+        self._store = context.store
+        self._writer = context.writer
+        self._intake = context.intake
+        self._options = context.options
+        self._clock = context.clock
         self._fixed: dict[type, dict[str, str]] = {}
-        self._batch = _Batch(store, writer, clock)
-        self.outcomes = outcomes
+        #: Backends of which a compile has changed what their code refers to.
+        self._changed: set[type] = set()
+        self._batch = _Batch(context.store, context.writer, context.clock)
+        self.outcomes = context.outcomes
 
     # --- what ExecuTorch calls ------------------------------------------------------------------
 
@@ -99,6 +95,7 @@ class DelegateActions:
         """``backend.preprocess_multimethod``, of programs that were not copied yet."""
         units = [self._unit(backend, *part) for part in _parts(backend, programs, specs)]
         self._compute_keys(units)
+        self._changed.discard(backend)
         results: dict[str, list[Any]] = {method: [] for method in programs}
         with self._batch.open():
             for unit in units:
@@ -116,6 +113,7 @@ class DelegateActions:
             lambda: {"": [backend.preprocess(program, specs)]},
         )
         self._compute_keys([unit])
+        self._changed.discard(backend)
         with self._batch.open():
             return self._obtain(unit)[0]
 
@@ -166,6 +164,9 @@ class DelegateActions:
     # --- hit or miss ----------------------------------------------------------------------------
 
     def _obtain(self, unit: _Unit) -> list[Any]:
+        if unit.key is not None and unit.backend in self._changed:
+            self._tell("uncacheable", unit, _CHANGES)  # since its key was made
+            unit.key = None
         if unit.key is None:
             return unit.flat(unit.compile())
         found = self._look(unit, unit.key)
@@ -235,7 +236,7 @@ class DelegateActions:
 
     def _compile(self, unit: _Unit) -> tuple[list[Any], float, Mapping[str, Json] | Unrecordable]:
         """The results, the seconds it took, and what was read: or why that cannot be recorded."""
-        before = _ambient(unit)
+        before = _ambient_or_why_not(unit)
         started = self._clock()
         with observing(time.clock_gettime_ns(FILE_CLOCK)) as observed:
             results = unit.flat(unit.compile())
@@ -245,8 +246,20 @@ class DelegateActions:
         if not isinstance(depends, Unrecordable):
             self.outcomes.relied.append(depends)
         drift.VARIABLES.learn(observed.before, dict(os.environ))
-        drift.FACTS.learn(before, _ambient(unit))
-        return results, seconds, depends
+        return results, seconds, self._learn(unit, before) or depends
+
+    def _learn(self, unit: _Unit, before: dict[str, str] | Unrecordable) -> Unrecordable | None:
+        """Take in what a compile has changed; gives why its results cannot be kept for that."""
+        after = _ambient_or_why_not(unit)
+        if isinstance(before, Unrecordable) or isinstance(after, Unrecordable):
+            self._changed.add(unit.backend)
+            return before if isinstance(before, Unrecordable) else after
+        if before[backends.CODE] != after[backends.CODE]:
+            # The next compile may make something else, after this one, than it would without it.
+            self._changed.add(unit.backend)
+            return Unrecordable(_CHANGES)
+        drift.FACTS.learn(before, after)
+        return None
 
     def _depends(self, unit: _Unit, observed: Observed) -> Mapping[str, Json] | Unrecordable:
         known = _dependencies.setdefault(unit.backend.__name__, Dependencies())
@@ -395,6 +408,13 @@ def _parts(backend: Any, programs: Programs, specs: Specs) -> Iterator[tuple[Pro
 
 def _ambient(unit: _Unit) -> dict[str, str]:
     return backends.ambient_facts(unit.backend)
+
+
+def _ambient_or_why_not(unit: _Unit) -> dict[str, str] | Unrecordable:
+    try:
+        return _ambient(unit)
+    except Unkeyable as error:
+        return Unrecordable(f"the backend has got {error.reason}")
 
 
 def scratch_directories() -> Iterator[Path]:

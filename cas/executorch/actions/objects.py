@@ -12,6 +12,7 @@ import dis
 import enum
 import functools
 import importlib.util
+import inspect
 import logging
 import operator
 import pathlib
@@ -26,6 +27,7 @@ from typing import Any, Final
 import executorch
 import torch
 from executorch.exir import EdgeCompileConfig
+from executorch.exir.backend.partitioner import DelegationSpec
 from executorch.exir.lowered_backend_module import LoweredBackendModule
 
 from cas.digest import Digest
@@ -39,7 +41,6 @@ from cas.executorch.actions.sources import (
     code_digest,
     is_settled,
     module_digest,
-    put_attributes,
     tree_digest,
 )
 from cas.executorch.actions.weights import StorageDigests
@@ -80,16 +81,23 @@ _OF_NAMED_TUPLES: Final = frozenset(
 class ObjectEncoder(ProgramEncoder):
     """An encoder for everything that is handed to an export."""
 
-    def __init__(self, digests: StorageDigests | None = None) -> None:
+    def __init__(
+        self, digests: StorageDigests | None = None, trees: dict[Path, Digest] | None = None
+    ) -> None:
+        """``trees`` are the digests of packages that were looked at before, and of further ones."""
         super().__init__(WHOLE_EXPORT, digests)
+        #: The backends that were named in what was encoded.
+        self.backends: set[str] = set()
         self._known: dict[int, Digest] = {}
         self._kept: list[Any] = []
         self._open: set[int] = set()
-        self._trees: dict[Path, Digest] = {}
+        self._trees = {} if trees is None else trees
 
     def put(self, value: Any) -> None:
+        if isinstance(value, DelegationSpec):
+            self.backends.add(value.backend_id)
         if isinstance(value, types.FunctionType):
-            self._once(value, self._put_function)
+            self._once(_stock(value), self._put_function)
         elif isinstance(value, type):
             self._once(value, self._put_class)
         elif isinstance(value, enum.Enum) and not _is_known(type(value).__module__):
@@ -169,7 +177,8 @@ class ObjectEncoder(ProgramEncoder):
     def _put_class(self, kind: type) -> None:
         self.stream.put_text(b"cl", type_name(kind))
         if self._put_package(kind.__module__):
-            self._put_methods(kind)
+            if not issubclass(kind, enum.Enum):  # which keeps what cannot be set in its attributes
+                self.put_members(kind)
             return
         for base in kind.__mro__[1:-1]:
             self.put(base)
@@ -200,16 +209,27 @@ class ObjectEncoder(ProgramEncoder):
         else:
             self.put(value)
 
-    def _put_methods(self, kind: type) -> None:
-        """The methods that a class of a known package has now: replaced ones count."""
-        put_attributes(self.stream, kind)
+    def put_members(self, kind: type) -> None:
+        """The methods and values that a class of a known package has now: others may be put there.
+
+        Raises:
+            Unkeyable
+        """
         for name, value in sorted(vars(kind).items()):
-            function = getattr(value, "__func__", value)
-            if isinstance(function, types.FunctionType):
-                self.stream.put_text(b"mn", name)
-                self.stream.put(b"mc", code_digest(function))
-                if _is_foreign(function):
-                    self.put(function)  # with what it refers to
+            inner = getattr(value, "__func__", value)
+            accessors = [inner.fget, inner.fset, inner.fdel] if type(inner) is property else [inner]
+            for function in accessors:
+                if isinstance(function, types.FunctionType):
+                    self._put_method_of_known(name, _stock(function))
+                elif not (name.startswith("__") or name in _BOOKKEEPING or _is_of_python(value)):
+                    self.stream.put_text(b"an", name)
+                    self.put(function)
+
+    def _put_method_of_known(self, name: str, function: types.FunctionType) -> None:
+        self.stream.put_text(b"mn", name)
+        self.stream.put(b"mc", code_digest(function))
+        if _is_foreign(function):
+            self.put(function)  # with what it refers to
 
     def _put_function(self, function: types.FunctionType) -> None:
         name = f"{function.__module__}.{function.__qualname__}"
@@ -342,6 +362,16 @@ def _is_foreign(function: types.FunctionType) -> bool:
     return not _is_known(str(function.__globals__.get("__name__", "")) or "builtins")
 
 
+def _stock(function: types.FunctionType) -> types.FunctionType:
+    """What stands there outside of a capture, which puts functions of its own before others."""
+    while str(function.__globals__.get("__name__")).startswith("cas."):
+        inner = getattr(function, "__wrapped__", None)
+        if not isinstance(inner, types.FunctionType):
+            break
+        function = inner
+    return function
+
+
 def _is_installed(module: str) -> bool:
     file = getattr(sys.modules.get(module), "__file__", None)
     return isinstance(file, str) and places.portable(file).startswith("{site}")
@@ -358,6 +388,13 @@ def _is_python(kind: type) -> bool:
         return False
     shown = "__slots__" in vars(kind) or any("__dict__" in vars(base) for base in kind.__mro__)
     return shown or kind.__basicsize__ <= object.__basicsize__
+
+
+def _is_of_python(value: Any) -> bool:
+    """Whether an attribute of a class is one of those that Python makes, to find others by."""
+    return type(value).__module__ in ("builtins", "_collections") and (
+        inspect.isdatadescriptor(value) or inspect.ismethoddescriptor(value)
+    )
 
 
 def _is_of_users_class(value: Any) -> bool:
@@ -380,6 +417,13 @@ def _put_list(encoder: ObjectEncoder, value: Any) -> None:
 
 def _put_partial(encoder: ObjectEncoder, value: functools.partial[Any]) -> None:
     encoder.put([value.func, list(value.args), value.keywords])
+    encoder.put_mapping(vars(value))
+
+
+def _put_remembering(encoder: ObjectEncoder, value: Any) -> None:
+    """A function with `functools.cache`: what it remembers is what it gives."""
+    encoder.stream.put_text(b"lc", repr(value.cache_parameters()))
+    encoder.put(value.__wrapped__)
 
 
 def _put_method(encoder: ObjectEncoder, value: types.MethodType) -> None:
@@ -401,6 +445,8 @@ _OTHERS: Final[tuple[tuple[Any, Callable[[Any, Any], None]], ...]] = (
     (types.GenericAlias, lambda e, v: e.put([v.__origin__, v.__args__])),
     (types.UnionType, lambda e, v: e.put([type(v), v.__args__])),
     (functools.partial, _put_partial),
+    (functools.cached_property, lambda e, v: e.put(v.func)),
+    (type(functools.cache(len)), _put_remembering),
     (
         (operator.attrgetter, operator.itemgetter, operator.methodcaller),
         lambda e, v: e.put([*v.__reduce__()]),
@@ -408,6 +454,7 @@ _OTHERS: Final[tuple[tuple[Any, Callable[[Any, Any], None]], ...]] = (
     (logging.Logger, lambda e, v: e.stream.put_text(b"lo", v.name)),
     (pathlib.PurePath, lambda e, v: e.stream.put_text(b"pa", str(v))),
     (re.Pattern, lambda e, v: e.put([v.pattern, v.flags])),
+    (torch.qscheme, lambda e, v: e.stream.put_text(b"qs", str(v))),
     (torch._ops.OpOverloadPacket, lambda e, v: e.stream.put_text(b"pk", v._qualified_op_name)),
     (dict, _put_dict),
     (types.MappingProxyType, lambda e, v: e.put_mapping(dict(v))),

@@ -119,14 +119,6 @@ def code_digest(function: Any) -> Digest:
     return stream.digest()
 
 
-def put_attributes(stream: Stream, kind: type) -> None:
-    """The plain values among a class's own attributes: a program may have set others."""
-    for name, value in sorted(vars(kind).items()):
-        if type(value) in (bool, bytes, float, int, str) and not name.startswith("__"):
-            stream.put_text(b"an", name)
-            stream.put_text(b"av", repr(value))
-
-
 def _put_function(stream: Stream, function: Any, seen: set[int]) -> None:
     if id(function) in seen:
         return

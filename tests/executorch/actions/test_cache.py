@@ -311,21 +311,80 @@ def test_an_undeclared_file_is_noticed(
     assert str(path) in outcomes.notes()[0]
 
 
-def test_a_global_is_noticed_by_a_recheck_and_the_fresh_result_is_used(
+def test_what_is_out_of_sight_is_noticed_by_a_recheck_and_the_fresh_result_is_used(
     programs: tuple[ExportedProgram, ...], store: cas.Store
 ) -> None:
     methods = {"m": [programs[0]]}
-    compile_with(store, "ReadsGlobal", methods)
+    compile_with(store, "ReadsHidden", methods)
     HIDDEN["value"] = b"two"
-    results, outcomes = compile_with(store, "ReadsGlobal", methods)
+    results, outcomes = compile_with(store, "ReadsHidden", methods)
     assert (results["m"][0][0], outcomes.hits) == (b"one", 1)  # the wrong hit that it can give
     recheck = ActionOptions(recheck=1.0)
-    with pytest.warns(ActionMismatch, match="ReadsGlobal of m.*the delegate's blob"):
-        results, outcomes = compile_with(store, "ReadsGlobal", methods, actions=recheck)
+    with pytest.warns(ActionMismatch, match="ReadsHidden of m.*the delegate's blob"):
+        results, outcomes = compile_with(store, "ReadsHidden", methods, actions=recheck)
     assert (results["m"][0][0], outcomes.mismatches, outcomes.rechecked) == (b"two", 1, 1)
-    results, outcomes = compile_with(store, "ReadsGlobal", methods)
+    results, outcomes = compile_with(store, "ReadsHidden", methods)
     assert (results["m"][0][0], outcomes.hits) == (b"two", 1)
     assert store.actions.tally().mismatches == 1
+
+
+@pytest.mark.parametrize("backend", ["ReadsGlobal", "ReadsClass"])
+def test_a_value_that_a_backends_code_refers_to_is_part_of_its_key(
+    backend: str, programs: tuple[ExportedProgram, ...], store: cas.Store
+) -> None:
+    methods = {"m": [programs[0]]}
+    set_value = action_backends.SETTINGS.__setitem__
+    for value, expected in ((b"one", {"absent": 1}), (b"two", {"absent": 1}), (b"one", {})):
+        set_value("value", value)
+        action_backends.ReadsClass.WORDS[:] = [value]
+        results, outcomes = compile_with(store, backend, methods)
+        assert (results["m"][0][0], outcomes.misses) == (value, expected)
+
+
+def test_a_backend_that_changes_what_its_code_refers_to_is_not_recorded(
+    programs: tuple[ExportedProgram, ...], store: cas.Store
+) -> None:
+    action_backends.Remembers.TIMES.clear()
+    for number in (1, 3):
+        results, outcomes = compile_with(store, "Remembers", {"m": list(programs)})
+        assert [blob for blob, *_ in results["m"]] == [b"%d" % number, b"%d" % (number + 1)]
+        assert outcomes.uncacheable == {"the backend changes what its code refers to": 2}
+
+
+def test_a_backend_that_refers_to_a_lock_is_compiled_each_time(
+    programs: tuple[ExportedProgram, ...], store: cas.Store
+) -> None:
+    for _ in range(2):
+        _, outcomes = compile_with(store, "Opaque", {"m": [programs[0]]})
+        assert outcomes.uncacheable == {"a value of type _thread.lock": 1}
+    assert COMPILED == ["Opaque", "Opaque"]
+
+
+def test_what_a_backend_looks_for_in_vain_or_in_a_copy_of_the_environment_is_noticed(
+    programs: tuple[ExportedProgram, ...],
+    store: cas.Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    methods, path = {"m": [programs[0]]}, tmp_path / "table.txt"
+    monkeypatch.setenv("HOME", "/home")
+    for option, change, before, after in (
+        (str(path), path.touch, b"False", b"True"),
+        ("CAS_TEST_A", lambda: monkeypatch.setenv("CAS_TEST_A", "a"), b"None", b"'a'"),
+        (
+            "HOME",
+            lambda: monkeypatch.setenv("HOME", "/a"),
+            repr(str(Path.home())).encode(),
+            b"'/a'",
+        ),
+    ):
+        specs = [CompileSpec("look", option.encode())]
+        for expected, misses in ((before, {"absent": 1}), (before, {})):
+            results, outcomes = compile_with(store, "Looks", methods, specs)
+            assert (results["m"][0][0], outcomes.misses) == (expected, misses)
+        change()
+        results, outcomes = compile_with(store, "Looks", methods, specs)
+        assert (results["m"][0][0], outcomes.misses) == (after, {"stale": 1})
 
 
 def test_a_recheck_of_an_honest_backend_is_silent(
