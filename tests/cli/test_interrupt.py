@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import pytest
 
 import cas
 
-from .conftest import Run, command_line, environment
+from .conftest import Run, environment
 
 MODEL = """
 import torch
@@ -28,28 +27,31 @@ def make():
 """
 
 
-def interrupt(process: subprocess.Popen[str], reached: Callable[[], bool]) -> tuple[int, str, str]:
-    """Stop the process once it has got that far, press Ctrl-C, and let it go on to its end."""
-    wait_until(process, reached)
-    process.send_signal(signal.SIGSTOP)
-    assert reached(), "it was over before it could be stopped"
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGCONT)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
+#: The command, which stops itself in the middle of something, however slow or fast the machine is:
+#: before the so many-th call of a function of `cas.fsio`.
+STOPPING = """
+import itertools, os, signal, sys
+from cas import fsio
+from cas_cli.main import main
+
+name, number = sys.argv[1], int(sys.argv[2])
+real, numbers = getattr(fsio, name), itertools.count(1)
+
+def stop(*arguments, **options):
+    if next(numbers) == number:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return real(*arguments, **options)
+
+setattr(fsio, name, stop)
+sys.argv = ["cas", *sys.argv[3:]]
+main()
+"""
 
 
-def wait_until(process: subprocess.Popen[str], reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 240
-    while not reached():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "it never got that far"
-        time.sleep(0.0005)
-
-
-def start(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command_line(*arguments),
+def stopped(name: str, number: int, *arguments: object, cwd: Path) -> subprocess.Popen[str]:
+    """The command, run with these arguments, when it has stopped there."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPING, name, str(number), *map(str, arguments)],
         cwd=cwd,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -58,6 +60,22 @@ def start(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
         # A job that a shell started in the background inherits that Ctrl-C is ignored.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
+    seen = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    assert seen is not None
+    assert seen.si_code == os.CLD_STOPPED, process.communicate()
+    return process
+
+
+def interrupt(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Press Ctrl-C, and let the process go on to its end."""
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGCONT)
+    out, err = process.communicate(timeout=500)
+    return process.returncode, out, err
+
+
+#: A step of the ingest at which some chunks are staged, whatever the number of workers (at most 8).
+WHILE_STAGING = ("create_begun", 20)
 
 
 def check(code: int, out: str, err: str) -> None:
@@ -72,14 +90,10 @@ def test_ctrl_c_while_assembling(run: Run, store_dir: Path, tmp_path: Path) -> N
         recipes = [writer.put(i.to_bytes(4, "big") + block[4:]) for i in range(64)]
         writer.commit("big", files={"big.bin": cas.Recipe.concat(recipes)})
     output = tmp_path / "out"
-
-    def reached() -> bool:
-        return output.is_dir() and any(
-            path.stat().st_size > 0 for path in output.glob(".big.bin.*")
-        )
-
-    process = start("--store", store_dir, "assemble", "big", "-o", output, cwd=tmp_path)
-    check(*interrupt(process, reached))
+    command = ("--store", store_dir, "assemble", "big", "-o", output)
+    process = stopped("write_all", 30, *command, cwd=tmp_path)
+    assert [path.stat().st_size > 0 for path in output.glob(".big.bin.*")] == [True]
+    check(*interrupt(process))
     assert list(output.iterdir()) == []
     assert run("verify").code == 0
     assert run("assemble", "big", "-o", output).code == 0
@@ -90,13 +104,10 @@ def test_ctrl_c_while_the_weights_go_to_the_store(
 ) -> None:
     pytest.importorskip("executorch")
     (tmp_path / "model.py").write_text(MODEL.format(layers=16))
-    staging = store_dir / "tmp"
-
-    def reached() -> bool:
-        return any(path.is_file() and path.stat().st_size for path in staging.glob("*/*"))
-
-    process = start("--store", store_dir, "export", "model.py:make", "-o", "out", cwd=tmp_path)
-    check(*interrupt(process, reached))
+    command = ("--store", store_dir, "export", "model.py:make", "-o", "out")
+    process = stopped(*WHILE_STAGING, *command, cwd=tmp_path)
+    assert any(path.is_file() and path.stat().st_size for path in store_dir.glob("tmp/*/*"))
+    check(*interrupt(process))
     assert not (tmp_path / "out" / "model.pte").exists()
     assert run("ls", "--json").json["refs"] == []
     assert run("verify").code == 0
@@ -117,12 +128,11 @@ def test_sigkill_while_the_weights_go_to_the_store(
     def staged() -> int:
         return sum(path.stat().st_size for path in staging.glob("*/*"))
 
-    process = start("--store", store_dir, "export", "model.py:make", "-o", "out", cwd=tmp_path)
-    wait_until(process, lambda: staging.is_dir() and staged() > 0)
-    process.send_signal(signal.SIGSTOP)  # so that what is staged is not published meanwhile
+    command = ("--store", store_dir, "export", "model.py:make", "-o", "out")
+    process = stopped(*WHILE_STAGING, *command, cwd=tmp_path)
     assert staged() > 0 and len(list(leases.iterdir())) == 1
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=500)
     assert process.returncode == -signal.SIGKILL
     assert run("stats", "--json").json["orphaned_bytes"] > 0
     with cas.Store.open(store_dir) as store, store.writer() as writer:
