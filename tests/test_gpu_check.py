@@ -96,7 +96,7 @@ def test_the_copying_sections_run_without_a_gpu(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads((tmp_path / "found.json").read_text())

@@ -27,7 +27,7 @@ def python(*arguments: str) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -42,7 +42,7 @@ def modules_after(code: str) -> set[str]:
     script = f"{code}\n{tail}"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'cli'}"}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stderr.splitlines()[-1]))
@@ -61,7 +61,7 @@ def test_import_contracts_hold() -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -80,7 +80,7 @@ def spawn(store_dir: Path) -> Run:
             cwd=cwd,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=500,
         )
         return Outcome(done.returncode, done.stdout, done.stderr)
 

@@ -166,5 +166,5 @@ def test_a_reader_that_goes_away_is_no_error_worth_words(filled: Filled) -> None
     process.stdout.close()
     errors = process.stderr.read()
     process.stderr.close()
-    assert process.wait(60) == 141
+    assert process.wait(500) == 141
     assert errors == b""

@@ -66,7 +66,7 @@ def _end(command: list[str], cwd: Path, stdin: str) -> Ended:
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     return Ended(done.returncode, done.stdout, done.stderr)

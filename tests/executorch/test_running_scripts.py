@@ -62,7 +62,7 @@ def python(*arguments: object, cwd: Path, env: dict[str, str]) -> subprocess.Com
         env=env,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
 

@@ -162,7 +162,7 @@ def test_1_interpreter_exit_and_sigkill_leave_only_what_gc_removes(
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=900,
     )
     assert done.stdout.split() == ["collected", "exit", "7", "kill", str(-signal.SIGKILL)]
     assert "Traceback" not in done.stderr

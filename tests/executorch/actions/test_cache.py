@@ -523,5 +523,5 @@ def test_two_processes_at_once_compile_once(store: cas.Store, tmp_path: Path) ->
         )
         for n in range(2)
     ]
-    printed = sorted(child.communicate(timeout=120)[0].split() for child in children)
+    printed = sorted(child.communicate(timeout=900)[0].split() for child in children)
     assert printed == [[b"0", b"1", b"12000"], [b"1", b"0", b"12000"]]

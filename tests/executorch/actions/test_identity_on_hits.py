@@ -92,7 +92,7 @@ def replay_elsewhere(store: Path, out: Path, tmp_path: Path, names: tuple[str, .
         env=environment,
         stdout=subprocess.PIPE,
         check=True,
-        timeout=400,
+        timeout=900,
     )
     return json.loads(child.stdout)
 

@@ -331,7 +331,7 @@ def test_keys_are_the_same_in_another_process(
         env={**os.environ, "PYTHONHASHSEED": "11", "PYTHONPATH": f"{tmp_path / 'there'}:{ROOT}"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     monkeypatch.syspath_prepend(str(tmp_path / "here"))
