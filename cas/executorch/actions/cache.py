@@ -251,9 +251,11 @@ class DelegateActions:
     def _learn(self, unit: _Unit, before: dict[str, str] | Unrecordable) -> Unrecordable | None:
         """Take in what a compile has changed; gives why its results cannot be kept for that."""
         after = _ambient_or_why_not(unit)
-        if isinstance(before, Unrecordable) or isinstance(after, Unrecordable):
-            self._changed.add(unit.backend)
-            return before if isinstance(before, Unrecordable) else after
+        for found in (before, after):
+            if isinstance(found, Unrecordable):
+                self._changed.add(unit.backend)
+                return found
+        assert isinstance(before, dict) and isinstance(after, dict)
         if before[backends.CODE] != after[backends.CODE]:
             # The next compile may make something else, after this one, than it would without it.
             self._changed.add(unit.backend)
