@@ -15,7 +15,7 @@ import lmdb
 from lmdb import verify as lmdb_verify
 
 from cas import filesystems
-from cas.digest import Digest, long_hasher
+from cas.digest import Digest
 from cas.errors import Refused
 from cas.locks import FileLock
 
@@ -359,19 +359,6 @@ def find_damage(path: Path) -> str | None:
     except (lmdb_verify.VerifyError, OSError, ValueError, struct.error) as error:
         return f"it is not readable ({error})"
     return f"it is damaged ({problems[0]})" if problems else None
-
-
-def stamp(data: Path) -> list[int]:
-    """What changes whenever the data file does."""
-    now = os.stat(data)
-    return [now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
-
-
-def checksum(data: Path) -> str:
-    """What changes even when only bits rot, in a second pass over the bytes."""
-    hasher = long_hasher()
-    hasher.update_mmap(data)
-    return hasher.hexdigest()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import logging
 import os
 import secrets
@@ -33,25 +32,21 @@ from cas.database import (
     Database,
     Entry,
     Transaction,
-    checksum,
     find_damage,
     identity,
     is_in_use,
     lmdb_errors,
-    stamp,
 )
 from cas.digest import Digest
 from cas.errors import NoSpace, Refused, StoreDamaged
 from cas.layout import Layout
 from cas.locks import FileLock
 from cas.modes import Modes
+from cas.stamps import Stamp
 
 __all__ = ["Absent", "Entry", "Index", "Transaction", "is_known"]
 
 logger = logging.getLogger(__name__)
-
-#: A stamp is five numbers; what is longer is none.
-_MAX_STAMP = 4096
 
 
 class Index:
@@ -76,7 +71,7 @@ class Index:
         self._lock = FileLock.open(layout.index_lock, modes.file)
         self._gate = FileLock.open(layout.index_gate, modes.file)
         self._write_lock = FileLock.open(layout.write_lock, modes.file)
-        self._stamped: list[object] = []
+        self._stamp = Stamp(layout.index)
         self._suspect = False
         self._database: Database | None = None
 
@@ -250,7 +245,7 @@ class Index:
                 yield
             except DAMAGE as error:
                 self._suspect = True
-                self._forget_stamp()
+                self._stamp.forget()
                 raise StoreDamaged(
                     self.path, f"is damaged ({error}); it is rebuilt at its next use"
                 ) from error
@@ -302,8 +297,7 @@ class Index:
                     with fsio.os_errors(self.path), lmdb_errors(self.path):
                         self._database = Database(self.path, self.modes.file)
                     # A process that dies, of LMDB itself perhaps, leaves none for the next one.
-                    self._stamped = self._read_stamp()
-                    self._forget_stamp()
+                    self._stamp.take()
                     return
                 except (lmdb.Error, OSError) as error:
                     reason = f"it does not open ({error})"
@@ -317,9 +311,9 @@ class Index:
             return "it was found damaged in use"
         if not data.is_file():
             return "it is missing"
-        stamped = self._read_stamp()
-        if stamped[:-1] == stamp(data):  # written by nobody; but bits rot, and LMDB might crash
-            return None if stamped[-1] == checksum(data) else "it is not as it was left"
+        fits = self._stamp.fits()
+        if fits is not None:  # written by nobody; but bits rot, and LMDB might crash
+            return None if fits else "it is not as it was left"
         if is_in_use(self.path):
             return None  # then it was checked, and has changed since by transactions only
         return find_damage(self.path)
@@ -366,7 +360,7 @@ class Index:
                 transaction.settle()
         database.env.sync(True)
 
-    # --- stamps ---------------------------------------------------------------------------------
+    # --- closing --------------------------------------------------------------------------------
 
     def _close_environment(self) -> None:
         if self._database is not None:
@@ -381,34 +375,15 @@ class Index:
         self._close_environment()
         if self._suspect:
             return
-        data = self.path / "data.mdb"
         if not self._lock.try_exclusive():
             return
         try:
             if known == identity(self.path):
-                now: list[object] = [*stamp(data)]
-                same = self._stamped[:-1] == now
-                text = json.dumps(self._stamped if same else [*now, checksum(data)]).encode()
-                temporary = self.path / f"stamp-{secrets.token_hex(4)}"
-                fsio.create_file(temporary, text, mode=self.modes.file, sync=False)
-                fsio.rename(temporary, self.path / "stamp")
+                self._stamp.leave(self.modes.file)
         except OSError as error:  # a hint for the next open; a full disk must not fail a close
             logger.info("no stamp left for %s: %s", self.path, error)
         finally:
             self._lock.unlock()
-
-    def _forget_stamp(self) -> None:
-        with contextlib.suppress(OSError):  # what cannot be removed is checked by its checksum
-            fsio.unlink(self.path / "stamp")
-
-    def _read_stamp(self) -> list[object]:
-        """What `stamp` said at the last clean close, then the checksum; or nothing of use."""
-        try:
-            with open(self.path / "stamp", "rb") as file:
-                found = json.loads(file.read(_MAX_STAMP))
-        except (OSError, ValueError, RecursionError):
-            return []
-        return found if isinstance(found, list) else []
 
 
 os.register_at_fork(after_in_child=Index.after_fork)

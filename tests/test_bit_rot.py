@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from cas import Store, verify
-from cas.database import stamp
 from cas.digest import Digest
 from cas.errors import CasError
 from cas.journal import Event
 from cas.layout import Layout
+from cas.stamps import state
 from cas.stats import stats
 from cas.strictjson import Json
 from cas.testing.damage import flip_bit
@@ -113,7 +113,7 @@ class Rotting:
         index = self.store / "index"
         whole, _ = self.files[Path("index/data.mdb")]
         checksum = Digest.of(whole).hex()
-        (index / "stamp").write_text(json.dumps([*stamp(index / "data.mdb"), checksum]))
+        (index / "stamp").write_text(json.dumps([*state(index / "data.mdb"), checksum]))
 
 
 @dataclass(frozen=True)
