@@ -77,6 +77,19 @@ def check_space(directory: Path, recipes: Mapping[str, Recipe]) -> None:
         raise NoSpace(directory, needed=needed, free=free)
 
 
+def _explain(
+    error: NoSpace, directory: Path, recipes: Mapping[str, Recipe], context: Context
+) -> None:
+    """Say of a disk that filled up meanwhile what the files need, without what was begun."""
+    error.needed = sum(_stored_bytes(recipe) for recipe in recipes.values())
+    error.remaining = None
+    error.kept = f"nothing in the store was lost, and no file in {directory} was changed"
+    with contextlib.suppress(OSError):
+        error.free = filesystems.free_bytes(directory)
+        if os.stat(directory).st_dev != os.stat(context.layout.root).st_dev:
+            error.advice = "free space there, or choose another output directory"
+
+
 class Assembly:
     """Files under way to a directory: `write` each, then `publish` all. Made by `assembling`."""
 
@@ -234,6 +247,11 @@ def assembling(
         assembly = Assembly(context, directory, progress, pool)
         try:
             yield assembly
+        except NoSpace as error:
+            assembly.discard()
+            if error.path.parent == directory:
+                _explain(error, directory, recipes, context)
+            raise
         finally:
             assembly.discard()
     progress.finish()

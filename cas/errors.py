@@ -241,20 +241,49 @@ class PermissionRefused(Refused):
 
 
 class NoSpace(CasError):
-    """The disk is full."""
+    """The disk is full.
+
+    Who has more to say than the write that failed sets the attributes; the message follows them.
+
+    Attributes:
+        needed: bytes of what did not fit; None if not known.
+        free: bytes that were free then, for who is not root; None if not known.
+        remaining: bytes that the whole operation had still to write at most; None if not known.
+        full_of: ``"files"`` if there was room for bytes but for no further file, ``"quota"`` if
+            there was more than this user may have, else ``"bytes"``.
+        kept: what of the operation's work stays, in a few words.
+        advice: what to do.
+    """
 
     exit_code = 6
 
-    def __init__(self, path: Path, *, needed: int | None = None, free: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        needed: int | None = None,
+        free: int | None = None,
+        full_of: str = "bytes",
+    ) -> None:
+        super().__init__(path)
         self.path = path
         self.needed = needed
         self.free = free
-        amount = ""
-        if needed is not None and free is not None:
-            amount = f" ({needed} bytes needed, {free} free)"
-        super().__init__(
-            f"no space left on the filesystem of {path}{amount}; nothing committed was lost; "
-            "free space there, or run `cas gc`"
+        self.full_of = full_of
+        self.remaining: int | None = None
+        self.kept = "nothing committed was lost"
+        self.advice = "free space there, or run `cas gc`"
+
+    def __str__(self) -> str:
+        what = {"files": "inode", "quota": "quota"}.get(self.full_of, "space")
+        amounts = [f"{self.needed} bytes needed"] if self.needed is not None else []
+        if self.free is not None:
+            amounts.append(f"{self.free} {'free' if amounts else 'bytes free'}")
+        if self.remaining is not None and self.remaining != self.needed:
+            amounts.append(f"up to {self.remaining} bytes were still to be written")
+        amount = f" ({', '.join(amounts)})" if amounts else ""
+        return (
+            f"no {what} left on the filesystem of {self.path}{amount}; {self.kept}; {self.advice}"
         )
 
 

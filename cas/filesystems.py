@@ -55,3 +55,9 @@ def free_bytes(path: Path) -> int:
     """What an unprivileged user may still write to the filesystem of ``path``."""
     stat = os.statvfs(path)
     return stat.f_bavail * stat.f_frsize
+
+
+def has_files_left(path: Path) -> bool:
+    """Whether the filesystem of ``path`` can hold another file, as far as it counts them."""
+    stat = os.statvfs(path)
+    return stat.f_files == 0 or stat.f_favail > 0

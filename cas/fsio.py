@@ -21,8 +21,9 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+from cas import filesystems
 from cas.errors import NoSpace, PermissionRefused
 from cas.modes import process_umask
 
@@ -62,11 +63,43 @@ def os_errors(path: Path, action: str = "write") -> Iterator[None]:
 def translate(error: OSError, path: Path, action: str = "write") -> Exception:
     """The library's error for ``error``, or ``error`` itself when it has no better name."""
     subject = Path(error.filename) if isinstance(error.filename, str) else path
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NoSpace(subject)
+    if error.errno in _FULL:
+        return _no_space(error, subject)
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return PermissionRefused(subject, action, error.strerror or "permission denied")
     return error
+
+
+#: What the kernel says when there is no room: on the disk, or for this user.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DoesNotFit(OSError):
+    """An `OSError` of a full disk that knows how many bytes found no room."""
+
+    def __init__(self, error: OSError, needed: int) -> None:
+        super().__init__(error.errno, error.strerror)
+        self.needed = needed
+
+
+def _raise_sized(error: OSError, needed: int) -> NoReturn:
+    """Raise ``error``; that of a full disk with what did not fit."""
+    raise DoesNotFit(error, needed) if error.errno in _FULL else error
+
+
+def _no_space(error: OSError, subject: Path) -> NoSpace:
+    """With what is free now: whoever wrote has given back what it had begun."""
+    raised = NoSpace(subject, needed=error.needed if isinstance(error, DoesNotFit) else None)
+    place = subject
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    with contextlib.suppress(OSError):  # the first error is the one to report
+        raised.free = filesystems.free_bytes(place)
+        if error.errno == errno.EDQUOT:
+            raised.full_of = "quota"
+        elif not filesystems.has_files_left(place):
+            raised.full_of = "files"
+    return raised
 
 
 # --- bytes ----------------------------------------------------------------------------------------
@@ -76,11 +109,14 @@ def write_all(fd: int, data: Buffer, offset: int | None = None) -> None:
     """Write all of ``data``, at ``offset`` or at the file's position."""
     view = memoryview(data).cast("B")
     done = 0
-    while done < len(view):
-        if offset is None:
-            done += os.write(fd, view[done:])
-        else:
-            done += os.pwrite(fd, view[done:], offset + done)
+    try:
+        while done < len(view):
+            if offset is None:
+                done += os.write(fd, view[done:])
+            else:
+                done += os.pwrite(fd, view[done:], offset + done)
+    except OSError as error:
+        _raise_sized(error, len(view))
 
 
 def create_file(path: Path, data: Buffer, *, mode: int, sync: bool) -> None:
@@ -243,7 +279,10 @@ def map_scratch(directory: Path, size: int) -> mmap.mmap:
     """
     step("scratch", directory)
     with tempfile.TemporaryFile(dir=directory) as file:
-        os.posix_fallocate(file.fileno(), 0, size)
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            _raise_sized(error, size)
         return mmap.mmap(file.fileno(), size)
 
 

@@ -24,7 +24,7 @@ from cas import chunkfiles, fsio, reading
 from cas.chunking import cut
 from cas.context import Context
 from cas.digest import Digest
-from cas.errors import SourceChanged, UsageError
+from cas.errors import NoSpace, SourceChanged, UsageError
 from cas.index import Entry, is_known
 from cas.leases import Lease
 from cas.manifest import ChunkPart, Part, Recipe, ZeroPart, chunk_sizes
@@ -105,6 +105,7 @@ class Ingest:
         self._staged: dict[Digest, int] = {}
         self._staged_bytes = 0
         self._renamed_into: set[Path] = set()
+        self._published_bytes = 0
         self._counters = Counters()
         self._zero_digests: dict[int, Digest] = {}
 
@@ -112,6 +113,11 @@ class Ingest:
     def counters(self) -> Counters:
         with self._mutex:
             return self._counters
+
+    @property
+    def published_bytes(self) -> int:
+        """The bytes of new chunks that stay in the store however this ends."""
+        return self._published_bytes
 
     def path_of(self, digest: Digest) -> Path:
         """Where the chunk lies now; valid for as long as the caller holds an open descriptor."""
@@ -237,6 +243,9 @@ class Ingest:
                 window.append(self._pool.submit(self._take_views, pieces[start : start + each]))
             while window:
                 parts += window.popleft().result()
+        except NoSpace as error:
+            error.remaining = sum(map(len, pieces)) - sum(part.length for part in parts)
+            raise
         finally:
             # The views must not be in use when the caller gets its memory back.
             for future in window:
@@ -462,6 +471,7 @@ class Ingest:
             with self._breaking():
                 fsio.sync_directories(self._renamed_into)
             self._renamed_into.clear()
+        self._published_bytes += sum(batch.values())
 
     def close(self) -> None:
         """Stop the threads; what they have begun is finished first."""

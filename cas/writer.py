@@ -15,7 +15,7 @@ from cas.actions import Lookup
 from cas.assemble import assembling
 from cas.context import Context
 from cas.digest import Digest
-from cas.errors import CasError, ChunkDamaged, UsageError
+from cas.errors import CasError, ChunkDamaged, NoSpace, UsageError
 from cas.filestat import Known, MappedSources, Sources
 from cas.index import Entry
 from cas.ingest import BARRIER_CHUNKS, Counters, Ingest, Piece, Readable, as_bytes
@@ -386,6 +386,15 @@ class Writer:
                     verified = old.last_verified if old and old.size == size else 0
                     txn.put(digest, Entry(size, now, verified))
 
+    def explain(self, error: NoSpace) -> None:
+        """Add to the error of a full disk what stays of what was written."""
+        published = self._ingest.published_bytes
+        if published:
+            error.kept += (
+                f", and {published} bytes are in the store already: repeat this before `cas gc` "
+                "removes them, and they are not written again"
+            )
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True
@@ -412,5 +421,8 @@ def open_writer(context: Context, progress: Progress = SILENT) -> Iterator[Write
         writer = Writer(context, lease, progress)
         try:
             yield writer
+        except NoSpace as error:
+            writer.explain(error)
+            raise
         finally:
             writer.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cas import fsio
+from cas import filesystems, fsio
 from cas.errors import NoSpace, PermissionRefused
 from cas.testing import forked
 
@@ -158,3 +158,28 @@ def test_errors_of_the_system_get_the_name_that_says_what_to_do(
 ) -> None:
     with pytest.raises(expected), fsio.os_errors(tmp_path):
         raise OSError(number, os.strerror(number), str(tmp_path / "x"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_told_with_what_did_not_fit_and_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def full(fd: int, data: memoryview) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "write", full)
+    path = tmp_path / "x"
+    with pytest.raises(NoSpace) as caught, fsio.os_errors(path):
+        fsio.create_file(path, bytes(12_345), mode=0o600, sync=False)
+    assert (caught.value.path, caught.value.needed) == (path, 12_345)
+    assert caught.value.free is not None and caught.value.free > 0
+    what = {errno.ENOSPC: "space", errno.EDQUOT: "quota"}[number]
+    assert f"no {what} left" in str(caught.value) and "12345 bytes needed" in str(caught.value)
+
+
+def test_a_disk_with_room_for_bytes_but_for_no_file_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filesystems, "has_files_left", lambda path: False)
+    with pytest.raises(NoSpace, match="no inode left"), fsio.os_errors(tmp_path / "no" / "x"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

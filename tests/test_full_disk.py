@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cas import Store, gc, repair, verify
+from cas import Store, gc, ingest, repair, verify
 from cas.digest import Digest
 from cas.errors import NoSpace
 from cas.filesystems import free_bytes
@@ -25,7 +25,7 @@ from cas.retention import Policy
 from cas.stats import stats
 from cas.testing.damage import fill_disk, mounted_tmpfs
 from cas.testing.disks import make_image, mounted_image
-from cas.testing.steps import recorded_steps
+from cas.testing.steps import recorded_steps, step_hook
 from cas.testing.stores import (
     CHUNK,
     assert_sound,
@@ -331,6 +331,95 @@ def test_an_output_that_cannot_fit_is_refused_before_it_is_begun(root: Path) -> 
         created = [path for operation, path in steps if operation == "create" and "/out/" in path]
         assert all("/.cas-" in path for path in created), "only whether it can be written is tried"
         assert not list((root / "out").iterdir())
+
+
+@contextlib.contextmanager
+def filling_up(root: Path, operation: str, part: str, leave: int, after: int = 1) -> Iterator[None]:
+    """The disk is full before the ``after``-th ``operation`` on a path that has ``part`` in it."""
+    seen: list[Path | str] = []
+
+    def hook(name: str, path: Path | str) -> None:
+        if name == operation and part in str(path):
+            seen.append(path)
+            if len(seen) == after:
+                fill_disk(root.parent, leave)
+
+    with step_hook(hook):
+        yield
+    assert len(seen) >= after, "it never came to that"
+
+
+def test_a_disk_that_fills_up_while_chunks_are_written_says_what_is_missing(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread, so that what is written when the ninth chunk finds no room is known."""
+    monkeypatch.setattr(ingest, "BARRIER_BYTES", 3 * CHUNK)
+    with open_store(root / "store", workers=1) as store:
+        before = len(chunk_files(store))
+        with (
+            filling_up(root, "create", "/store/tmp/", CHUNK // 2, after=9),
+            pytest.raises(NoSpace) as caught,
+            store.writer() as writer,
+        ):
+            writer.put(NEW)
+        error = caught.value
+        published = (len(chunk_files(store)) - before) * CHUNK
+    assert error.needed == CHUNK and error.free is not None and error.free < CHUNK
+    assert error.remaining is not None and CHUNK <= error.remaining < len(NEW)
+    assert published == 6 * CHUNK
+    for fact in (
+        error.needed,
+        error.free,
+        error.remaining,
+        published,
+        "nothing committed",
+        "cas gc",
+    ):
+        assert str(fact) in str(error)
+    (root.parent / "ballast-of-a-test").unlink()
+    assert_nothing_lost(root)
+    put(root)
+
+
+def test_a_disk_that_fills_up_under_an_output_says_what_all_of_it_needs(root: Path) -> None:
+    size = len(KEPT["kept/one"])
+    with (
+        open_store(root / "store") as store,
+        filling_up(root, "create", ".f.", 3 * CHUNK),
+        pytest.raises(NoSpace) as caught,
+    ):
+        store.assemble("kept/one", root / "out")
+    error = caught.value
+    assert error.needed == size and error.free is not None
+    assert 2 * CHUNK <= error.free < size, "without what was begun"
+    assert f"no file in {root / 'out'} was changed" in str(error) and "cas gc" in str(error)
+    assert not list((root / "out").iterdir())
+
+
+def test_an_output_on_another_disk_is_not_helped_by_gc(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "store", tmp_path / "store")
+    with (
+        open_store(tmp_path / "store") as store,
+        filling_up(root, "create", ".f.", 3 * CHUNK),
+        pytest.raises(NoSpace) as caught,
+    ):
+        store.assemble("kept/one", root / "out")
+    assert "another output directory" in str(caught.value)
+    assert "cas gc" not in str(caught.value)
+
+
+def test_a_commit_that_finds_no_room_for_its_manifest_says_so(root: Path) -> None:
+    with open_store(root / "store") as store:
+        with pytest.raises(NoSpace) as caught, store.writer() as writer:
+            recipe = writer.put(NEW)
+            writer.barrier()
+            with filling_up(root, "create", "/manifest", 0):
+                writer.commit("new", {"f": recipe})
+        assert "new" not in {ref.name for ref in store.refs()}
+    error = caught.value
+    assert error.needed is not None and 500 < error.needed < 10_000
+    assert error.free is not None and error.free < 4096
+    assert f"{len(NEW)} bytes are in the store already" in str(error)
 
 
 def test_repair_fails_clearly_and_works_as_soon_as_there_is_room(root: Path) -> None:
