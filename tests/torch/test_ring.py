@@ -26,7 +26,7 @@ from cas.torch.ring import Ring, put_through_ring  # noqa: E402
 from cas.torch.testing import SlowDevice  # noqa: E402
 
 #: Enough that a wait which ends in it means that the thing never happens.
-NEVER = 20.0
+NEVER = 300.0
 
 
 @pytest.fixture
