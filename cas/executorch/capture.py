@@ -27,6 +27,7 @@ from cas.executorch import (
 from cas.executorch.actions import seam as action_seam
 from cas.executorch.actions import whole
 from cas.executorch.actions.cache import DelegateActions
+from cas.executorch.actions.context import ActionContext
 from cas.executorch.actions.outcomes import ActionOptions, Outcomes
 from cas.executorch.actions.whole import WholeExports
 from cas.executorch.copies import PrivateCopies
@@ -99,14 +100,7 @@ class Capture:
             stack.callback(patches.undo)
             self._install(patches, intake)
             if self._actions.reuse:
-                delegates = DelegateActions(
-                    self.store, writer, intake, self._actions, self.outcomes
-                )
-                action_seam.install(patches, delegates)
-                if self._actions.whole:
-                    exports = WholeExports(self.store, writer, intake, self._actions, self.outcomes)
-                    whole.install(patches, exports)
-                    stack.callback(exports.end)
+                self._install_actions(patches, writer, intake, stack)
                 stack.callback(self._note_outcomes)
             self._active = (writer, intake)
             self._stack = stack.pop_all()
@@ -134,6 +128,16 @@ class Capture:
         hooks_serde.install(patches)
         if self._spill:  # after the hook of the same function that it has to come before
             hooks_spill.install(patches, intake.writer, mapper)
+
+    def _install_actions(
+        self, patches: Patches, writer: Writer, intake: Intake, stack: ExitStack
+    ) -> None:
+        context = ActionContext(self.store, writer, intake, self._actions, self.outcomes)
+        action_seam.install(patches, DelegateActions(context))
+        if self._actions.whole:
+            exports = WholeExports(context)
+            whole.install(patches, exports)
+            stack.callback(exports.end)
 
     def _note_outcomes(self) -> None:
         """Let `cas stats` count what happened, and `cas explain` tell why."""

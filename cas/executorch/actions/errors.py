@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 from cas.errors import CasError
+
+logger = logging.getLogger(__name__)
 
 
 class Unkeyable(CasError):
@@ -19,3 +23,18 @@ class Unrecordable(CasError):
     def __init__(self, reason: str) -> None:
         self.reason = reason
         super().__init__(f"the result of the action cannot be kept: {reason}")
+
+
+def reasons(error: Exception, what: str) -> tuple[str, str]:
+    """Why something is not kept: the reason, and which thing it is about.
+
+    A mistake of ours, on a program like no other, must not end an export that is none of its own.
+    """
+    if isinstance(error, (Unkeyable, Unrecordable)):
+        return error.reason, ""
+    if isinstance(error, RecursionError):
+        return "objects nested too deeply", ""
+    if not isinstance(error, CasError):
+        logger.warning("%s", what, exc_info=error)
+        what = f"{what} ({type(error).__name__})"
+    return what, str(error)

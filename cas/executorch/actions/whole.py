@@ -13,46 +13,45 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import os
 import sys
 import time
-import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
 from cas.digest import Digest
-from cas.errors import CasError, Refused
+from cas.errors import CasError
 from cas.executorch.actions import dependencies, drift, facts
 from cas.executorch.actions.cache import FILE_CLOCK, scratch_directories
+from cas.executorch.actions.context import ActionContext
 from cas.executorch.actions.dependencies import Dependencies
-from cas.executorch.actions.errors import Unkeyable, Unrecordable
-from cas.executorch.actions.observer import Observed, observing
-from cas.executorch.actions.outcomes import STALE, ActionMismatch, ActionOptions, Outcomes
+from cas.executorch.actions.errors import Unrecordable, reasons
+from cas.executorch.actions.observer import observing
+from cas.executorch.actions.outcomes import STALE
+from cas.executorch.actions.putoff import LazyEdgeManager, Lowering, Work
 from cas.executorch.actions.weights import StorageDigests
-from cas.executorch.actions.whole_keys import Request, WholeKey, lowering_key, weights_digest
+from cas.executorch.actions.whole_keys import (
+    Request,
+    WholeKey,
+    inputs_digest,
+    lowering_key,
+    weights_digest,
+)
 from cas.executorch.actions.whole_programs import (
-    LazyEdgeManager,
     ProgramContents,
     ReplayedProgram,
     first_bytes,
     freeze_exceptions,
     thaw_exceptions,
 )
-from cas.executorch.intake import Intake
 from cas.executorch.patches import Patches
 from cas.executorch.seams import PROGRAM
 from cas.journal import Event, Outcome
 from cas.manifest import Recipe
 from cas.records import ActionRecord
-from cas.store import Store
 from cas.strictjson import Json
-from cas.writer import Writer
-
-logger = logging.getLogger(__name__)
 
 KIND: Final = "whole-export"
 #: Says that a lowering was done, and can be put off. Its record holds nothing else.
@@ -76,38 +75,15 @@ def install(patches: Patches, exports: WholeExports) -> None:
             patches.set(module, ENTRY, lower)
 
 
-class InputsChanged(Refused):
-    """A lowering was put off, and what it was asked to lower is not the same any more."""
-
-    def __init__(self, label: str) -> None:
-        super().__init__(
-            f"{label}: its weights, graph or constant methods changed after "
-            "to_edge_transform_and_lower, which was put off because its result is known; change "
-            "them before, or compute everything (`cas run --no-actions`)"
-        )
-
-
 class WholeExports:
     """The whole exports of one capture."""
 
-    def __init__(
-        self,
-        store: Store,
-        writer: Writer,
-        intake: Intake,
-        options: ActionOptions,
-        outcomes: Outcomes,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._store = store
-        self._writer = writer
-        self._intake = intake
-        self._options = options
-        self._clock = clock
+    def __init__(self, context: ActionContext) -> None:
+        self._context = context
         self._flying = 0
         self._process = os.getpid()
         self._ended = False
-        self.outcomes = outcomes
+        self.outcomes = context.outcomes
 
     def end(self) -> None:
         """What was put off from here on does without the store."""
@@ -128,7 +104,7 @@ class WholeExports:
         request = Request.of(arguments, keywords)
         if request is None:
             return call()
-        started = self._clock()
+        started = self._context.clock()
         digests = self.digests()
         try:
             key = lowering_key(request, digests)
@@ -137,7 +113,7 @@ class WholeExports:
             self.tell("uncacheable", request.label, *reasons(error, "making a key failed"))
             return call()
         finally:
-            self.outcomes.key_seconds += self._clock() - started
+            self.outcomes.key_seconds += self._context.clock() - started
         lowering = Lowering(self, request, key, weights, call)
         if not self._is_put_off(request, key):
             lowering.take_off(key.digest)
@@ -147,7 +123,7 @@ class WholeExports:
 
     def _is_put_off(self, request: Request, key: WholeKey) -> bool:
         """Whether a lowering is known to succeed; if so, its only side effect is done here."""
-        record = self._writer.find_action(key.digest).record
+        record = self._context.writer.find_action(key.digest).record
         try:
             if record is None or dependencies.changed(record.dependencies):
                 return False
@@ -162,17 +138,17 @@ class WholeExports:
 
     def digests(self) -> StorageDigests:
         """For the weights as they are now; see `StorageDigests` for how long."""
-        return StorageDigests(self._writer.digest)
+        return StorageDigests(self._context.writer.digest)
 
     def flight(self, key: Digest) -> AbstractContextManager[bool]:
         """Be the only one who does this. Who has one already does not wait for another."""
-        return self._store.actions.flight(key, wait=self._flying == 0)
+        return self._context.store.actions.flight(key, wait=self._flying == 0)
 
     def flies(self, change: int) -> None:
         self._flying += change
 
     def find(self, key: WholeKey) -> Found:
-        lookup = self._writer.find_action(key.digest)
+        lookup = self._context.writer.find_action(key.digest)
         if lookup.record is None:
             return Found(None, lookup.reason or "absent")
         try:
@@ -185,28 +161,28 @@ class WholeExports:
         return Found(contents, seconds=lookup.record.seconds)
 
     def is_rechecked(self) -> bool:
-        return self._options.is_rechecked()
+        return self._context.options.is_rechecked()
 
     def replay(self, contents: ProgramContents, make: Callable[[], Any]) -> ReplayedProgram:
         def prefix(recipe: Recipe) -> bytes:
-            return first_bytes(self._intake, recipe)
+            return first_bytes(self._context.intake, recipe)
 
-        return ReplayedProgram(contents, self._intake.source, prefix, make)
+        return ReplayedProgram(contents, self._context.intake.source, prefix, make)
 
     def contents(self, program: Any) -> ProgramContents:
-        return ProgramContents.of(program, self._intake)
+        return ProgramContents.of(program, self._context.intake)
 
-    def observe(self, work: _Work, do: Callable[[], Any]) -> Any:
+    def observe(self, work: Work, do: Callable[[], Any]) -> Any:
         """Do a part of an export, and take down what it read, and how long it took."""
         if not self.is_active():
             return do()
         before = facts.ambient_facts()
         events = len(self.outcomes.events)
         relied = len(self.outcomes.relied)
-        started = self._clock()
+        started = self._context.clock()
         with observing(time.clock_gettime_ns(FILE_CLOCK)) as observed:
             result = do()
-        work.seconds += self._clock() - started
+        work.seconds += self._context.clock() - started
         work.observed.append(observed)
         work.relied += self.outcomes.relied[relied:]
         for event in self.outcomes.events[events:]:
@@ -221,7 +197,7 @@ class WholeExports:
         request: Request,
         lowering: WholeKey,
         whole: WholeKey,
-        work: _Work,
+        work: Work,
         made: ProgramContents,
     ) -> None:
         """Keep an export, and that its lowering is known.
@@ -234,12 +210,16 @@ class WholeExports:
             raise Unrecordable(work.flaws[0])
         if request.partitioner_digest() != work.partitioner:
             raise Unrecordable("the export changes its partitioner")
+        if inputs_digest(request) != work.inputs:
+            # As code does that asks whether a symbolic size is a certain number: what is lowered
+            # next finds another program, and would not if this were put off.
+            raise Unrecordable("the export changes its programs, or their symbolic sizes")
         depends = self._depends(work)
         result, recipes = made.freeze()
-        created = self._store.context.now()
+        created = self._context.store.context.now()
         microseconds = round(work.seconds * 1e6)
         side_effect = freeze_exceptions(request.given_config)
-        self._writer.put_actions(
+        self._context.writer.put_actions(
             [
                 ActionRecord(
                     whole.digest, KIND, whole.factors, result, recipes, depends, request.label,
@@ -252,8 +232,8 @@ class WholeExports:
             ]
         )  # fmt: skip
 
-    def _depends(self, work: _Work) -> Mapping[str, Json]:
-        ignored = (self._store.path, *scratch_directories())
+    def _depends(self, work: Work) -> Mapping[str, Json]:
+        ignored = (self._context.store.path, *scratch_directories())
         found: dict[str, dict[str, Json]] = {}
         own = [_dependencies.add(observed, ignored) for observed in work.observed]
         for depends in (*work.relied, *own):
@@ -276,208 +256,6 @@ class WholeExports:
         self.outcomes.events.append(event)
 
 
-class Lowering:
-    """One lowering: done, or put off until somebody looks at it."""
-
-    def __init__(
-        self,
-        exports: WholeExports,
-        request: Request,
-        key: WholeKey,
-        weights: Digest,
-        call: Callable[[], Any],
-    ) -> None:
-        self._exports = exports
-        self._request = request
-        self._key = key
-        self._weights = weights
-        self._call = call
-        self._real: Any = None
-        self._seen = False
-        self._served: list[tuple[Any, _Slot]] = []
-        self._work = _Work(request.partitioner_digest())
-        self._flights = _Flights(exports)
-
-    def take_off(self, key: Digest) -> None:
-        self._flights.enter(key)
-
-    def lower(self, *, late: bool = True) -> Any:
-        """The edge program; lowered now, if it was not yet.
-
-        ``to_executorch`` changes the program that it is called on, so one that was spared it has
-        it called now.
-
-        Raises:
-            InputsChanged: lowering was put off, and would now give another program.
-        """
-        if self._real is None:
-            try:
-                if late:
-                    self._require_unchanged()
-                self._real = self._exports.observe(self._work, self._call)
-            except BaseException:
-                self._flights.close()
-                raise
-            for config, slot in self._served:
-                slot.program = self._real.to_executorch(config)
-        return self._real
-
-    def _require_unchanged(self) -> None:
-        digests = self._exports.digests() if self._exports.is_active() else StorageDigests()
-        try:
-            same = weights_digest(self._request.programs, digests) == self._weights
-            same = same and _inputs(lowering_key(self._request, digests)) == _inputs(self._key)
-        except Exception as error:  # such as a partitioner that was used and has no key any more
-            logger.info("%s cannot be compared with before", self._request.label, exc_info=error)
-            return
-        if not same:
-            raise InputsChanged(self._request.label)
-
-    def look(self) -> Any:
-        """The edge program, for somebody who may change it."""
-        if not self._seen:
-            self._seen = True
-            self._flights.close()
-            if not self._served and self._exports.is_active():
-                self._tell("uncacheable", "the edge program is used before to_executorch")
-        return self.lower()
-
-    def to_executorch(self, config: Any) -> Any:
-        """What the edge program's own method gives, or what stands for it."""
-        if self._seen or not self._exports.is_active():
-            return self.lower().to_executorch(config)
-        self._seen = True  # the next call finds a program that this one has changed
-        try:
-            return self._emit(config)
-        finally:
-            self._flights.close()
-
-    def _emit(self, config: Any) -> Any:
-        try:
-            key = self._key.with_config(config)
-            if weights_digest(self._request.programs, self._exports.digests()) != self._weights:
-                raise Unkeyable("weights that changed between lowering and to_executorch")
-        except Exception as error:
-            self._tell("uncacheable", *reasons(error, "making a key failed"))
-            return self.lower().to_executorch(config)
-        found = self._exports.find(key)
-        if found.contents is None and self._real is None:
-            self.take_off(key.digest)
-            found = self._exports.find(key)
-        if found.contents is not None and self._exports.is_rechecked():
-            return self._recheck(config, key, found.contents)
-        if found.contents is not None:
-            self._tell("hit", key=key, seconds=found.seconds)
-            return self._replay(config, found.contents)
-        program = self._make(config)
-        if self._record(key, program):
-            self._tell("miss", found.reason, found.detail, key, self._work.seconds)
-        return program
-
-    def _replay(self, config: Any, contents: ProgramContents) -> Any:
-        if self._real is not None:  # somebody else recorded it while this was being lowered
-            return self._real.to_executorch(config)
-        slot = _Slot()
-        self._served.append((config, slot))
-
-        def make() -> Any:
-            self.lower()
-            return slot.program
-
-        return self._exports.replay(contents, make)
-
-    def _make(self, config: Any) -> Any:
-        real = self.lower()
-        return self._exports.observe(self._work, lambda: real.to_executorch(config))
-
-    def _recheck(self, config: Any, key: WholeKey, recorded: ProgramContents) -> Any:
-        program = self._make(config)
-        self._exports.outcomes.rechecked += 1
-        exact = not self._request.is_compiled_by_aoti()
-        found = recorded.differences(self._exports.contents(program), exact=exact)
-        if not found:
-            self._tell("hit", key=key)
-            return program
-        warnings.warn(
-            f"{self._request.label}: the record {key.digest.hex()[:12]} differs from a fresh "
-            f"export in {', '.join(found)}; the fresh one is used and replaces it. Something "
-            "decides the result that is neither in the key nor among what the export was seen "
-            "to read",
-            ActionMismatch,
-            stacklevel=2,
-        )
-        self._tell("mismatch", detail=", ".join(found), key=key, seconds=self._work.seconds)
-        self._record(key, program)
-        return program
-
-    def _record(self, key: WholeKey, program: Any) -> bool:
-        """Keep an export; False if it cannot be kept. It is used all the same."""
-        try:
-            made = self._exports.contents(program)
-            self._exports.record(self._request, self._key, key, self._work, made)
-        except Exception as error:
-            reason, detail = reasons(error, "the record could not be written")
-            self._tell("uncacheable", reason, detail, key, self._work.seconds)
-            return False
-        return True
-
-    def _tell(
-        self,
-        outcome: Outcome,
-        reason: str = "",
-        detail: str = "",
-        key: WholeKey | None = None,
-        seconds: float = 0.0,
-    ) -> None:
-        self._exports.tell(outcome, self._request.label, reason, detail, key, seconds)
-
-
-def _inputs(key: WholeKey) -> tuple[Json, Json]:
-    """The programs without their weights, and the constant methods."""
-    action, options = key.factors["action"], key.factors["options"]
-    assert isinstance(action, dict) and isinstance(options, dict)
-    return action["graph digest"], options["constant_methods"]
-
-
-class _Flights:
-    """The flights of one lowering; they end with it, even if nobody ends them."""
-
-    def __init__(self, exports: WholeExports) -> None:
-        self._exports = exports
-        self._stack = ExitStack()
-        weakref.finalize(self, self._stack.close).atexit = False
-
-    def enter(self, key: Digest) -> None:
-        self._stack.enter_context(self._exports.flight(key))
-        self._exports.flies(1)
-        self._stack.callback(self._exports.flies, -1)
-
-    def close(self) -> None:
-        self._stack.close()
-
-
-class _Work:
-    """What was done for one export so far.
-
-    ``partitioner`` is what the partitioners were at the start, ``relied`` are the dependencies of
-    the delegates in it, recorded or fresh, ``flaws`` why it cannot be done again from a record.
-    """
-
-    def __init__(self, partitioner: Digest) -> None:
-        self.partitioner = partitioner
-        self.seconds = 0.0
-        self.observed: list[Observed] = []
-        self.relied: list[Mapping[str, Json]] = []
-        self.flaws: list[str] = []
-
-
-@dataclass
-class _Slot:
-    """Where a program that was spared is found once it is made after all."""
-
-    program: Any = None
-
-
 @dataclass(frozen=True, slots=True)
 class Found:
     """A recorded export, or why there is none."""
@@ -486,18 +264,3 @@ class Found:
     reason: str = ""
     detail: str = ""
     seconds: float = 0.0
-
-
-def reasons(error: Exception, what: str) -> tuple[str, str]:
-    """Why something is not kept: the reason, and which thing it is about.
-
-    A mistake of ours, on a program like no other, must not end an export that is none of its own.
-    """
-    if isinstance(error, (Unkeyable, Unrecordable)):
-        return error.reason, ""
-    if isinstance(error, RecursionError):
-        return "objects nested too deeply", ""
-    if not isinstance(error, CasError):
-        logger.warning("%s", what, exc_info=error)
-        what = f"{what} ({type(error).__name__})"
-    return what, str(error)

@@ -29,6 +29,8 @@ from cas.strictjson import Json
 #: Change it with anything about what a record of a whole export holds.
 SUBJECT: Final = "whole export 1"
 
+_NO_WEIGHTS: Final = Digest.of(b"")
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -106,10 +108,14 @@ _SIGNATURE: Final = inspect.signature(_parameters)
 
 @dataclass(frozen=True, slots=True)
 class WholeKey:
-    """The key of lowering some programs, or with a configuration, of the whole export."""
+    """The key of lowering some programs, or with a configuration, of the whole export.
+
+    ``inputs`` is what `inputs_digest` gave then.
+    """
 
     digest: Digest
     factors: Mapping[str, Json]
+    inputs: Digest
 
     def with_config(self, config: Any) -> WholeKey:
         """The key of what ``to_executorch(config)`` makes of it.
@@ -140,19 +146,18 @@ def lowering_key(request: Request, digests: StorageDigests) -> WholeKey:
     if request.generate_etrecord:
         raise Unkeyable("an ETRecord, which holds the programs on the way")
     encoder = ObjectEncoder(digests)
+    constant_methods = _put_inputs(encoder, request)
+    inputs = _inputs_digest(encoder, constant_methods)
     options: dict[str, Json] = {}
     parts = Stream()
     for name in ("transform_passes", "partitioner", "constant_methods", "compile_config"):
-        outer = encoder.aside()
-        encoder.put(getattr(request, name))
-        digest = encoder.aside().digest()
-        encoder.stream = outer
+        if name == "constant_methods":
+            digest = constant_methods
+        else:
+            digest = _digest_aside(encoder, getattr(request, name))
         parts.put_text(b"on", name)
         parts.put(b"od", digest)
         options[name] = _described(getattr(request, name), digest)
-    for name, program in request.programs.items():
-        encoder.put_name(name)
-        encoder.put_program(program)
     found = environment(request)
     names = {"subject": SUBJECT, "policy": WHOLE_EXPORT.describe()}
     digest, sections = combine(encoder, names, found, parts.digest())
@@ -164,7 +169,52 @@ def lowering_key(request: Request, digests: StorageDigests) -> WholeKey:
             "weights": {**encoder.named_weights},
             "environment": {**found},
         },
+        inputs,
     )
+
+
+def inputs_digest(request: Request) -> Digest:
+    """What `WholeKey.inputs` would be now; no weight is read for it.
+
+    Raises:
+        Unkeyable
+    """
+    encoder = ObjectEncoder(_Unread())
+    return _inputs_digest(encoder, _put_inputs(encoder, request))
+
+
+def _put_inputs(encoder: ObjectEncoder, request: Request) -> Digest:
+    """Write the programs into the encoder's stream, and give the digest of the constant methods.
+
+    They come before all that the caller may use up, so that they can be compared without it.
+    """
+    constant_methods = _digest_aside(encoder, request.constant_methods)
+    for name, program in request.programs.items():
+        encoder.put_name(name)
+        encoder.put_program(program)
+    return constant_methods
+
+
+def _inputs_digest(encoder: ObjectEncoder, constant_methods: Digest) -> Digest:
+    stream = Stream()
+    stream.put(b"im", constant_methods)
+    stream.put(b"ip", encoder.stream.digest())
+    return stream.digest()
+
+
+def _digest_aside(encoder: ObjectEncoder, value: Any) -> Digest:
+    outer = encoder.aside()
+    encoder.put(value)
+    digest = encoder.aside().digest()
+    encoder.stream = outer
+    return digest
+
+
+class _Unread(StorageDigests):
+    """For who compares everything but the weights."""
+
+    def of(self, storage: Any, version: int = 0) -> Digest:
+        return _NO_WEIGHTS
 
 
 def _described(value: Any, digest: Digest) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
-from executorch.exir import EdgeProgramManager, ExecutorchProgramManager
+from executorch.exir import ExecutorchProgramManager
 from executorch.exir._serialize._cord import Cord
 
 from cas.errors import UsageError
@@ -21,39 +21,8 @@ from cas.manifest import Recipe, TensorEntry
 from cas.records import ActionRecord
 from cas.strictjson import Json, as_int, as_list, as_text, check_json, require_keys
 
-if TYPE_CHECKING:
-    from cas.executorch.actions.whole import Lowering
-
 _OPERATOR: Final = re.compile(r"(?P<space>[a-z]\w*)::(?P<name>[A-Za-z]\w*)(?:\.(?P<overload>\w+))?")
 _KEYS: Final = ("config_methods", "files", "methods", "tensors")
-#: What a lazy manager answers itself; everything else is a look at the lowered program.
-_OWN: Final = frozenset({"__class__", "_cas_lowering", "to_executorch"})
-
-
-class LazyEdgeManager(EdgeProgramManager):  # type: ignore[misc]
-    """An edge program that is there as soon as somebody looks at it.
-
-    With ``to_executorch`` and nothing else, nobody does.
-    """
-
-    def __init__(self, lowering: Lowering) -> None:
-        object.__setattr__(self, "_cas_lowering", lowering)
-
-    def to_executorch(self, config: Any = None) -> Any:
-        lowering: Lowering = object.__getattribute__(self, "_cas_lowering")
-        return lowering.to_executorch(config)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in _OWN:
-            return object.__getattribute__(self, name)
-        lowering: Lowering = object.__getattribute__(self, "_cas_lowering")
-        return getattr(lowering.look(), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._cas_lowering.look(), name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._cas_lowering.look(), name)
 
 
 class ReplayedProgram(ExecutorchProgramManager):  # type: ignore[misc]

@@ -24,7 +24,7 @@ from executorch.exir import (
 )
 from executorch.exir.backend.partitioner import Partitioner, PartitionResult
 from executorch.exir.program import _program
-from torch.export import ExportedProgram, export
+from torch.export import Dim, ExportedProgram, export
 from whole_replay import WHOLE, export_cases
 
 import cas
@@ -32,7 +32,7 @@ from cas.executorch import capture
 from cas.executorch.actions import whole
 from cas.executorch.actions.dependencies import Dependencies
 from cas.executorch.actions.outcomes import ActionMismatch, ActionOptions
-from cas.executorch.actions.whole import InputsChanged
+from cas.executorch.actions.putoff import InputsChanged
 from cas.executorch.capture import Capture
 from cas.verify import verify
 
@@ -72,7 +72,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path,
              "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     yield directory / "recorded", directory / "replayed", recorded, json.loads(done.stdout)
@@ -305,6 +305,51 @@ def test_a_lowering_that_was_put_off_is_refused_other_weights(store: cas.Store) 
             again.exported_program()
 
 
+class Choosy(Partitioner):
+    """Asks whether a symbolic size is the example's, which makes torch take it to be so."""
+
+    def partition(self, exported_program: Any) -> Any:
+        values = (node.meta.get("val") for node in exported_program.graph.nodes)
+        assert any(value.shape[0] == 8 for value in values if isinstance(value, torch.Tensor))
+        return PartitionResult(exported_program, {})
+
+
+def test_a_lowering_that_changes_its_program_is_done_each_time(
+    store: cas.Store, count: Counter
+) -> None:
+    def program() -> ExportedProgram:
+        batch = {0: Dim("batch", min=4, max=64)}
+        return export(Small(7).eval(), (torch.zeros(8, 96),), dynamic_shapes=(batch,))
+
+    for turn in range(2):  # the second time there could be a record
+        with capture(store, "small", actions=WHOLE) as captured:
+            dynamic = program()
+            for _ in range(2):
+                edge = to_edge_transform_and_lower(dynamic, partitioner=[Choosy()])
+                edge.to_executorch()
+            ((first, reason), _) = outcomes(captured)
+            assert (first, "changes its programs" in reason) == ("uncacheable", True), turn
+            again = program()
+            one = to_edge_transform_and_lower(again, partitioner=[Choosy()])
+            two = to_edge_transform_and_lower(again, partitioner=[Choosy()])
+            assert str(one.exported_program().graph) == str(two.exported_program().graph)
+
+
+def test_a_dynamic_program_is_lowered_twice_after_it_was_put_off_twice(
+    store: cas.Store, count: Counter
+) -> None:
+    batch = {0: Dim("batch", min=4, max=64)}
+    dynamic = export(Small(8).eval(), (torch.zeros(8, 96),), dynamic_shapes=(batch,))
+    partitioner = [XnnpackPartitioner()]
+    exported(store, dynamic, partitioner=partitioner)
+    count.take()
+    with capture(store, "small", threshold=1, actions=WHOLE):
+        edges = [to_edge_transform_and_lower(dynamic, partitioner=partitioner) for _ in range(2)]
+        assert count.take() == (0, 0)
+        graphs = {str(edge.exported_program().graph) for edge in edges}
+        assert (len(graphs), count.take()) == (1, (2, 0))
+
+
 def test_a_lost_chunk_is_a_miss_and_comes_back(
     store: cas.Store, program: ExportedProgram, count: Counter
 ) -> None:
@@ -413,7 +458,7 @@ def test_four_processes_at_once_compile_once(tmp_path: Path) -> None:
         )
         for name in names
     ]
-    errors = [process.communicate(timeout=300)[1] for process in processes]
+    errors = [process.communicate(timeout=900)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0, 0], errors
     found = [json.loads((tmp_path / f"{name}.json").read_text())["actions"] for name in names]
     # One computes the export and the one delegate in it, and three take the export.
