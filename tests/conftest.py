@@ -55,9 +55,21 @@ def seed() -> int:
     return seed
 
 
+@pytest.fixture(scope="session", autouse=True)
+def the_usual_umask() -> Iterator[None]:
+    """What tests and their processes create, others can read, whoever runs them."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+#: What makes a program show colours, or hide them, wherever its output goes.
+COLOURS = ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+
+
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No test reads the developer's settings, or touches the store in their home directory."""
-    for name in [name for name in os.environ if name.startswith("CAS_")]:
+    for name in [name for name in os.environ if name.startswith("CAS_") or name in COLOURS]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg-cache"))

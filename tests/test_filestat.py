@@ -71,7 +71,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def let_the_files_clock_tick(directory: Path) -> None:
-    """From now on, changes of files show in their times, for which the kernel has a coarse clock."""
+    """From now on, changes of files show in their times; the kernel's clock for them is coarse."""
     probe = directory / "probe-of-the-clock"
     probe.touch()
     before = probe.stat().st_ctime_ns
