@@ -10,7 +10,7 @@ from typing import Final
 
 from cas.digest import Digest
 from cas.errors import UsageError
-from cas.executorch.actions import facts, places
+from cas.executorch.actions import facts, facts_installed, places
 from cas.executorch.actions.drift import VARIABLES
 from cas.executorch.actions.errors import Unrecordable
 from cas.executorch.actions.observer import Observed
@@ -130,7 +130,10 @@ class _Places:
         if f"{real}{os.sep}".startswith(self._ignored) or "__pycache__" in real:
             return None
         name = places.portable(real)
-        return None if f"{name}{os.sep}".startswith(_SETTLED) else name
+        settled = f"{name}{os.sep}".startswith(_SETTLED) and not facts_installed.is_edited(
+            name, real
+        )
+        return None if settled else name
 
     def _is_input(self, path: str, stamp: FileStamp) -> bool:
         observed = self._observed

@@ -13,7 +13,7 @@ from executorch.version import __version__ as executorch_version
 from executorch.version import git_version as executorch_git
 
 from cas.digest import Digest
-from cas.executorch.actions import places
+from cas.executorch.actions import facts_installed, places
 
 #: Packages that take part in lowering, or that compilers are written with.
 _PACKAGES: Final = (
@@ -174,7 +174,7 @@ def fixed_facts() -> dict[str, str]:
     }
     for package in _PACKAGES:
         found[f"version: {package}"] = _version(package)
-    return found
+    return {**found, **facts_installed.edited_facts()}
 
 
 def _version(package: str) -> str:
