@@ -145,7 +145,10 @@ def lower(
             tag_weights(program, options.external_tag)
     with _stage(progress, "lower"):
         edge = to_edge_transform_and_lower(
-            programs, partitioner=partitioners, compile_config=edge_config(options, backend)
+            programs,
+            # None, as a script says it: for ExecuTorch the same, but for an action another key.
+            partitioner=partitioners or None,
+            compile_config=edge_config(options, backend),
         )
     with _stage(progress, "emit"):
         return edge.to_executorch(backend_config(options))
