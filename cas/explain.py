@@ -239,12 +239,16 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class LastRun:
-    """The last run that computed something: its hits, and each miss with what it lacked."""
+    """The last run that computed something: its hits, and each miss with what it lacked.
+
+    ``later`` runs have looked for actions since, and found all of them.
+    """
 
     time: int
     hits: int
     misses: tuple[Miss, ...]
     uncacheable: tuple[Event, ...]
+    later: int
 
 
 def explain_last(store: Store) -> LastRun:
@@ -261,6 +265,7 @@ def explain_last(store: Store) -> LastRun:
             "asked for; `cas stats -v` shows the counts"
         )
     run = [event for event in events if event.run == computed[-1].run]
+    since = events[events.index(computed[-1]) + 1 :]
     missed = [event for event in run if event.outcome in ("miss", "mismatch")]
     new = frozenset(event.key for event in missed if event.key)
     nearest = Nearest(store.actions) if missed else None
@@ -269,6 +274,7 @@ def explain_last(store: Store) -> LastRun:
         hits=sum(event.outcome == "hit" for event in run),
         misses=tuple(_miss(store, event, nearest, new) for event in missed[-MAX_MISSES:]),
         uncacheable=tuple(event for event in run if event.outcome == "uncacheable"),
+        later=len({event.run for event in since} - {computed[-1].run}),
     )
 
 

@@ -184,7 +184,7 @@ def test_the_last_run_is_compared_with_the_nearest_record_of_an_earlier_one(stor
     store.actions.note([Event("hit", "delegate"), miss(new), miss(twin)])
     store.actions.note([Event("hit", "delegate")])
     run = explain_last(store)
-    assert run.hits == 1 and len(run.misses) == 2
+    assert run.hits == 1 and len(run.misses) == 2 and run.later == 1
     # Not its twin, which the same run made, and not the one of another method.
     assert run.misses[0].nearest == near
     assert [d.text() for d in run.misses[0].differences] == [

@@ -9,7 +9,7 @@ import click
 
 from cas_cli import completion, options
 from cas_cli.app import current
-from cas_cli.render import moment, printable
+from cas_cli.render import count, moment, printable
 
 if TYPE_CHECKING:
     from cas.explain import Difference, Explanation, LastRun, Miss
@@ -22,13 +22,13 @@ _SHOWN = 10
 @options.command(short_help="Tell why two runs did not share their work.")
 @click.argument("before", required=False, shell_complete=completion.artifacts)
 @click.argument("after", required=False, shell_complete=completion.artifacts)
-@click.option("--last", is_flag=True, help="Explain what the last run had to compute.")
+@click.option("--last", is_flag=True, help="Explain the last run that computed anything.")
 def command(before: str | None, after: str | None, last: bool) -> None:
     """Tell why two runs did not share their work.
 
     BEFORE and AFTER are artifacts (NAME or NAME@GEN), or actions by the first digits of their
-    keys. With --last, each action that the last run had to compute is compared with the record
-    that differs least from it.
+    keys. With --last, each action of the last run that had to compute any is compared with the
+    record that differs least from it.
     """
     from cas.explain import explain, explain_last
 
@@ -101,6 +101,7 @@ def _document(found: Explanation) -> dict[str, Any]:
 def _run_document(run: LastRun) -> dict[str, Any]:
     return {
         "time": run.time,
+        "later_runs": run.later,
         "hits": run.hits,
         "misses": [
             {
@@ -147,6 +148,8 @@ def _show_run(run: LastRun, verbose: bool) -> None:
         f"run of {moment(run.time)}: {run.hits} out of the store, {len(run.misses)} computed, "
         f"{len(run.uncacheable)} not cacheable"
     )
+    if run.later:
+        _say(f"{count(run.later, 'later run')} found everything in the store")
     groups: dict[tuple[str, ...], list[Miss]] = {}
     for miss in run.misses:
         groups.setdefault((_why(miss), *(d.text() for d in miss.differences)), []).append(miss)
