@@ -45,6 +45,7 @@ _VALUE = struct.Struct("<QQQ")
 _COUNTER = struct.Struct("<QQ")
 _USE = struct.Struct("<II")
 _BYTES = struct.Struct("<Q")
+_STUCK = struct.Struct("<QQQQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,20 @@ class Use:
 
     count: int
     size: int
+
+
+class Stuck(NamedTuple):
+    """What is remembered of a gc that could not make the store small enough.
+
+    ``policy`` stands for what it went by; the next one waits until the chunks have more than
+    ``enough`` bytes, or ``until`` (seconds since the epoch), or until ``changes``, which counts
+    what may have given gc something to drop, is another.
+    """
+
+    changes: int = 0
+    policy: int = 0
+    enough: int = 0
+    until: int = 0
 
 
 class Tables(NamedTuple):
@@ -124,6 +139,16 @@ class Transaction:
             value = _COUNTER.pack(max(count, 0), max(size, 0))
             self._txn.put(b"totals", value, db=self._meta)
             self._delta = [0, 0]
+
+    def stuck(self) -> Stuck:
+        """See `Stuck`; all zeros if nothing is remembered."""
+        value = self._txn.get(b"stuck", db=self._meta)
+        if value is None or len(value) != _STUCK.size:
+            return Stuck()
+        return Stuck(*_STUCK.unpack(value))
+
+    def put_stuck(self, stuck: Stuck) -> None:
+        self._txn.put(b"stuck", _STUCK.pack(*stuck), db=self._meta)
 
     # --- what is needed: only statistics believe it ---------------------------------------------
 
@@ -221,6 +246,12 @@ class Absent(Transaction):
 
     def totals(self) -> tuple[int, int]:
         return (0, 0)
+
+    def stuck(self) -> Stuck:
+        return Stuck()
+
+    def put_stuck(self, stuck: Stuck) -> None:
+        return None
 
     def counted(self) -> dict[Digest, int]:
         return {}

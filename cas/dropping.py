@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from cas import chunkfiles, fsio, refs
 from cas.actions import RecordFile, Records, evict
@@ -16,32 +17,46 @@ from cas.refs import RefId
 from cas.retention import Action, Chunks, Generation, Holdings, Policy, Root, choose
 
 
-def find(context: Context, marks: Marks, policy: Policy) -> tuple[list[Root], int]:
-    """What ``policy`` gives up, and how many bytes more the rest has than it allows.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a policy gives up, and by how many bytes the rest has more than it allows.
+
+    ``kept_bytes`` is what the rest has without what only live processes use: what remains however
+    they end. It is known if the policy has a size that is exceeded, and 0 otherwise.
+    """
+
+    drops: list[Root] = field(default_factory=list)
+    over_bytes: int = 0
+    kept_bytes: int = 0
+
+
+def find(context: Context, marks: Marks, policy: Policy) -> Found:
+    """What ``policy`` gives up.
 
     ``marks`` has the live leases, and gets what is found out on the way: what cannot be read is a
     problem, and then nothing is given up.
     """
     if policy.is_empty or _fits(context, policy):
-        return [], 0
+        return Found()
     found = generations(context, marks.problems)
     records = marks.look_at_records(context)
     actions = [Action(key, kept.entry.last_used) for key, kept in records.kept.items()]
-    holdings = None
+    leased, holdings = list(marks.chunks), None
     if policy.max_bytes is not None:
         holdings = _weigh(context, marks, [*found, *actions], records)
     if marks.problems:
-        return [], 0
+        return Found()
     try:
         drops = choose(policy, found, actions, context.clock(), holdings)
     except CasError as error:  # removed by hand, or by another gc, since it was weighed
         marks.problems["policy"] = f"what is there changed meanwhile: {error}"
-        return [], 0
+        return Found()
     if holdings is None or policy.max_bytes is None:
-        return drops, 0
+        return Found(drops)
     marks.chunks.update(holdings.chunks)
     marks.manifests.update(d for d in holdings.documents if d not in records.kept)
-    return drops, max(0, holdings.bytes - policy.max_bytes)
+    over = max(0, holdings.bytes - policy.max_bytes)
+    return Found(drops, over, holdings.bytes - holdings.only(leased))
 
 
 def drop(context: Context, policy: Policy, roots: Iterable[Root]) -> list[Root]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -50,14 +50,16 @@ class Plan:
     """What gc would delete, as found when it was made.
 
     ``drops`` are the generations and action records that ``policy`` gives up, and ``over_bytes``
-    what the chunks of the rest have more than it allows. ``spared`` counts unused chunks within
-    grace; ``stale_entries`` says that the index still counts chunks that a killed gc has deleted.
+    what the chunks of the rest have more than it allows. ``kept_bytes`` is what stays even if all
+    live processes end, where a policy of size has something to do. ``spared`` counts unused chunks
+    within grace; ``stale_entries`` says that the index counts chunks that a killed gc has deleted.
     ``problems`` forbid deleting or dropping anything: what cannot be read might name any chunk.
     """
 
     policy: Policy
     drops: tuple[Root, ...]
     over_bytes: int
+    kept_bytes: int
     chunks: tuple[Garbage, ...]
     manifests: tuple[Garbage, ...]
     dead_writers: tuple[str, ...]
@@ -71,7 +73,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What gc did. Bytes are of chunks and of dead writers' staged files."""
+    """What gc did. Bytes are of chunks and of dead writers' staged files; for ``kept_bytes`` see
+    `Plan`."""
 
     dropped: tuple[Root, ...]
     dead_chunks: int
@@ -79,6 +82,7 @@ class Report:
     freed_bytes: int
     spared: int
     problems: tuple[str, ...]
+    kept_bytes: int
 
 
 def plan(store: HasContext, *, grace: float = 0, policy: Policy = KEEP_ALL) -> Plan:
@@ -96,10 +100,12 @@ def plan(store: HasContext, *, grace: float = 0, policy: Policy = KEEP_ALL) -> P
     context = store.context
     marks = Marks()
     marks.add_leases(context)  # before the refs: a writer commits first and then ends its lease
-    drops, over = dropping.find(context, marks, policy)
+    found = dropping.find(context, marks, policy)
+    drops = found.drops
     marks.add_refs(context, without=drops)
     marks.add_actions(context, without=drops)
-    dead, spared, stale = _unused_chunks(context, marks, grace)
+    unused = _unused_chunks(context, marks, grace)
+    dead = unused.dead
     manifests = _unused_manifests(context, marks, grace)
     writers = tuple(_dead_writers(context))
     if marks.problems:
@@ -107,16 +113,17 @@ def plan(store: HasContext, *, grace: float = 0, policy: Policy = KEEP_ALL) -> P
     return Plan(
         policy=policy,
         drops=tuple(drops),
-        over_bytes=over,
+        over_bytes=found.over_bytes,
+        kept_bytes=found.kept_bytes + unused.spared_bytes,
         chunks=tuple(dead),
         manifests=tuple(manifests),
         dead_writers=writers,
         dead_bytes=sum(item.size for item in dead),
         staged_bytes=sum(tree_size(context.layout.staging(writer)) for writer in writers),
-        spared=spared,
+        spared=unused.spared,
         problems=marks.listed(),
         marks=marks,
-        stale_entries=stale,
+        stale_entries=unused.is_stale,
     )
 
 
@@ -181,30 +188,41 @@ def _execute(context: Context, made: Plan, progress: Progress) -> Report:
         freed_bytes=freed,
         spared=made.spared + spared,
         problems=made.marks.listed(),
+        kept_bytes=made.kept_bytes,
     )
 
 
 # --- planning -----------------------------------------------------------------------------------
 
 
-def _unused_chunks(context: Context, marks: Marks, grace: float) -> tuple[list[Garbage], int, bool]:
-    """(dead chunks, number of those within grace, whether the index counts more than there are)."""
-    dead: list[Garbage] = []
-    spared = 0
+@dataclass(slots=True)
+class _Unused:
+    """Chunks that nothing uses: the dead, and how many are within grace; and whether the index
+    counts more chunks than there are."""
+
+    dead: list[Garbage] = field(default_factory=list)
+    spared: int = 0
+    spared_bytes: int = 0
+    is_stale: bool = False
+
+
+def _unused_chunks(context: Context, marks: Marks, grace: float) -> _Unused:
+    found = _Unused()
     directory = str(context.layout.chunks)
     files, candidates = chunkfiles.unmarked(context.layout.chunks, marks.chunks)
     with _entries(context) as txn:
-        stale = txn.totals()[0] > files
+        found.is_stale = txn.totals()[0] > files
         for digest in candidates:
             with contextlib.suppress(FileNotFoundError):
                 stat = chunkfiles.stat_in(directory, digest)
                 known = txn.get(digest)
                 seen = max(stat.st_mtime, known.last_seen if known else 0)
                 if _within(context, seen, grace):
-                    spared += 1
+                    found.spared += 1
+                    found.spared_bytes += stat.st_size
                 else:
-                    dead.append(Garbage(digest, stat.st_size))
-    return dead, spared, stale
+                    found.dead.append(Garbage(digest, stat.st_size))
+    return found
 
 
 def _entries(context: Context) -> contextlib.AbstractContextManager[Transaction]:

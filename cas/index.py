@@ -31,6 +31,7 @@ from cas.database import (
     Absent,
     Database,
     Entry,
+    Stuck,
     Transaction,
     find_damage,
     identity,
@@ -44,7 +45,7 @@ from cas.locks import FileLock
 from cas.modes import Modes
 from cas.stamps import Stamp
 
-__all__ = ["Absent", "Entry", "Index", "Transaction", "is_known"]
+__all__ = ["Absent", "Entry", "Index", "Stuck", "Transaction", "is_known"]
 
 logger = logging.getLogger(__name__)
 

@@ -102,6 +102,11 @@ class Holdings:
     def chunks(self) -> Iterable[bytes]:
         return self._sizes.keys()
 
+    def only(self, chunks: Iterable[bytes]) -> int:
+        """Bytes of those of ``chunks`` that are held once: by who held them apart from roots."""
+        alone = (d for d in chunks if d in self._sizes and d not in self._shared)
+        return sum(self._sizes[digest] for digest in alone)
+
     def has(self, digest: bytes) -> bool:
         """Whether the chunk is held."""
         return digest in self._sizes

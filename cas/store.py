@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from cas import fsio, header, refs, sharing
+from cas import fsio, header, limits, refs, sharing
 from cas.actions import Actions
 from cas.assemble import assembling
 from cas.chunking import DEFAULT_CHUNK_SIZE
@@ -151,6 +151,8 @@ class Store:
             removed = [self._read_or_id(target) for target in targets]
             for target in targets:
                 refs.remove(self.context.layout, target)
+        if self.context.config.max_size is not None:
+            limits.reconsider(self.context)
         return removed
 
     def select(self, name: str) -> list[RefId]:

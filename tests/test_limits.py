@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cas import Store, gc, ingest
 from cas.errors import StoreDamaged, UsageError
-from cas.limits import SizeLimit
+from cas.index import Stuck
+from cas.limits import LONGEST, SHORTEST, SizeLimit, reconsider
 from cas.testing import Child
 from cas.testing.damage import truncate
 from cas.testing.processes import children
@@ -207,3 +211,120 @@ def test_a_config_that_rotted_meanwhile_fails_no_commit(
     assert "config.toml" in caplog.text
     with pytest.raises(StoreDamaged):
         store.context.settings()
+
+
+# --- what cannot be kept is not looked for again and again --------------------------------------
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """One entry for each gc that a writer runs."""
+    seen: list[float] = []
+    real = gc.collect
+
+    def counting(*given: Any, **options: Any) -> gc.Report:
+        seen.append(time.monotonic())
+        return real(*given, **options)
+
+    monkeypatch.setattr(gc, "collect", counting)
+    return seen
+
+
+@pytest.fixture
+def stuck(root: Path, looks: list[float]) -> Iterator[Callable[[float], Store]]:
+    """Opens a store at a time; its one artifact is current, and more than its largest size."""
+    with contextlib.ExitStack() as stack:
+
+        def opened(now: float) -> Store:
+            return stack.enter_context(open_store(root / "s", clock=lambda: now))
+
+        store = opened(1e9)
+        store.set_config("max_size", str(10 * CHUNK))
+        commit(store, "big", contents(1, 12 * CHUNK))
+        commit(store, "small", b"the first writer that finds it so")
+        looks.clear()
+        yield opened
+
+
+def test_what_one_writer_found_out_holds_for_the_next(
+    stuck: Callable[[float], Store], looks: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(5):
+        caplog.clear()
+        commit(stuck(1e9 + 1), f"n{number}", contents(number, 100))
+        assert "could drop nothing more" in caplog.text, "every writer is told"
+    assert looks == []
+
+
+def test_it_is_looked_at_again_when_the_store_has_grown(
+    stuck: Callable[[float], Store], looks: list[float]
+) -> None:
+    commit(stuck(1e9 + 1), "n", contents(2, CHUNK // 2 + 1))
+    assert len(looks) == 1
+
+
+@pytest.mark.parametrize("now", [1e9 + SHORTEST + 1, 1e9 - LONGEST - 1])
+def test_it_is_looked_at_again_after_a_while_and_when_the_clock_was_set(
+    stuck: Callable[[float], Store], looks: list[float], now: float
+) -> None:
+    commit(stuck(now), "n", contents(2, 100))
+    assert len(looks) == 1
+
+
+def test_it_is_looked_at_again_when_something_was_removed(
+    stuck: Callable[[float], Store], looks: list[float]
+) -> None:
+    store = stuck(1e9 + 1)
+    store.remove("big")
+    commit(store, "n", contents(2, 100))
+    assert len(looks) == 1 and size(store) < 200
+
+
+def test_it_is_looked_at_again_when_something_became_old(
+    stuck: Callable[[float], Store], looks: list[float]
+) -> None:
+    store = stuck(1e9 + 1)
+    commit(store, "big", contents(2, 100))
+    assert len(looks) == 1 and names(store) == ["big@2", "small@1"]
+    assert size(store) < 200
+
+
+def test_it_is_looked_at_again_when_the_rules_are_others(
+    stuck: Callable[[float], Store], looks: list[float]
+) -> None:
+    store = stuck(1e9 + 1)
+    store.set_config("max_size", str(11 * CHUNK))
+    commit(store, "n", contents(2, 100))
+    assert len(looks) == 1
+
+
+def test_what_only_a_live_process_keeps_is_not_remembered(store: Store, looks: list[float]) -> None:
+    with store.writer() as writer:
+        writer.put(contents(1, 12 * CHUNK))
+        writer.barrier()
+    assert len(looks) == 1 and size(store) == 12 * CHUNK
+    commit(store, "n", contents(2, 100))
+    assert len(looks) == 2 and size(store) == 100
+
+
+def test_nothing_is_remembered_if_something_became_old_while_gc_looked(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = gc.collect
+
+    def interrupted(*given: Any, **options: Any) -> gc.Report:
+        report = real(*given, **options)
+        reconsider(store.context)
+        return report
+
+    monkeypatch.setattr(gc, "collect", interrupted)
+    commit(store, "big", contents(1, 12 * CHUNK))
+    with store.context.index.read() as txn:
+        assert txn.stuck() == Stuck(changes=1)
+
+
+def test_a_new_index_remembers_nothing(stuck: Callable[[float], Store], looks: list[float]) -> None:
+    store = stuck(1e9 + 1)
+    store.context.index.rebuild()
+    commit(store, "n", contents(2, 100))
+    assert len(looks) == 1
