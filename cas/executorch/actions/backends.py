@@ -31,6 +31,7 @@ _XNNPACK_SOURCES: Final = frozenset(
 )
 #: The fact that is a backend's methods, and what the code of a user's one refers to.
 CODE: Final = "backend: code"
+CLASS: Final = "backend: class"
 _AOTI: Final = "executorch.backends.aoti.aoti_backend"
 
 
@@ -107,7 +108,7 @@ def measures_kernels(backend: type, specs: Iterable[Any]) -> bool:
 
 def fixed_facts(backend: type) -> dict[str, str]:
     """What no program changes while it runs: versions, sources, compilers, the machine."""
-    found = {"backend: class": f"{backend.__module__}.{backend.__qualname__}"}
+    found = {CLASS: f"{backend.__module__}.{backend.__qualname__}"}
     for root in _source_roots(backend):
         name = root.relative_to(_package_directory()).as_posix()
         found[f"sources: executorch/{name}"] = tree_digest(root).hex()

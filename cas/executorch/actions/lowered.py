@@ -8,6 +8,7 @@ from typing import Any
 
 from executorch.exir._serialize._cord import FileBackedData
 from executorch.exir.lowered_backend_module import LoweredBackendModule
+from torch.export import ExportedProgram
 
 from cas.executorch.actions.encoder import Encoder
 
@@ -24,6 +25,16 @@ def put_lowered(encoder: Encoder, module: LoweredBackendModule) -> None:
     encoder.put([content_digest(buffer) for buffer in data.buffers])
     encoder.put(_entries(data.pte_data))
     encoder.put([(tag, _entries(table)) for tag, table in data.external_data.items()])
+
+
+def backends_of(programs: Iterable[ExportedProgram]) -> set[str]:
+    """The backends that parts of edge programs were given to."""
+    return {
+        str(module.backend_id)
+        for program in programs
+        for module in program.graph_module.modules()
+        if isinstance(module, LoweredBackendModule)
+    }
 
 
 def spec_items(specs: Iterable[Any]) -> list[tuple[str, bytes]]:

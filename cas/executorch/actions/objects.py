@@ -176,7 +176,12 @@ class ObjectEncoder(ProgramEncoder):
 
     def _put_class(self, kind: type) -> None:
         self.stream.put_text(b"cl", type_name(kind))
-        if self._put_package(kind.__module__):
+        known = self._put_package(kind.__module__)
+        if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+            self.put([kind._fields, getattr(kind, "_field_defaults", {})])
+            self._put_methods_of_tuple(kind)
+            return
+        if known:
             if not issubclass(kind, enum.Enum):  # which keeps what cannot be set in its attributes
                 self.put_members(kind)
             return

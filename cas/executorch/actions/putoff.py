@@ -15,6 +15,7 @@ from executorch.exir import EdgeProgramManager
 from cas.digest import Digest
 from cas.errors import Refused
 from cas.executorch.actions.errors import Unkeyable, reasons
+from cas.executorch.actions.lowered import backends_of
 from cas.executorch.actions.observer import Observed
 from cas.executorch.actions.outcomes import ActionMismatch
 from cas.executorch.actions.weights import StorageDigests
@@ -112,6 +113,8 @@ class Lowering:
             except BaseException:
                 self._flights.close()
                 raise
+            programs = map(self._real.exported_program, self._real.methods)
+            self._work.backends = backends_of(programs)
             for config, slot in self._served:
                 slot.program = self._real.to_executorch(config)
         return self._real
@@ -247,14 +250,16 @@ class Work:
     """What was done for one export so far.
 
     ``partitioner`` and ``inputs`` are what the partitioners, and the programs without their
-    weights, were at the start, ``relied`` are the dependencies of the delegates in it, recorded or
-    fresh, ``flaws`` why it cannot be done again from a record.
+    weights, were at the start, ``backends`` those that got a part of it, ``relied`` are the
+    dependencies of the delegates in it, recorded or fresh, ``flaws`` why it cannot be done again
+    from a record.
     """
 
     def __init__(self, partitioner: Digest, inputs: Digest) -> None:
         self.partitioner = partitioner
         self.inputs = inputs
         self.seconds = 0.0
+        self.backends: set[str] = set()
         self.observed: list[Observed] = []
         self.relied: list[Mapping[str, Json]] = []
         self.flaws: list[str] = []

@@ -208,6 +208,9 @@ class WholeExports:
         """
         if work.flaws:
             raise Unrecordable(work.flaws[0])
+        for backend in sorted(work.backends):
+            if not lowering.knows(backend):
+                raise Unrecordable(f"delegates of {backend}, which no partitioner names")
         if request.partitioner_digest() != work.partitioner:
             raise Unrecordable("the export changes its partitioner")
         if inputs_digest(request) != work.inputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -117,6 +117,11 @@ class WholeKey:
     factors: Mapping[str, Json]
     inputs: Digest
 
+    def knows(self, backend: str) -> bool:
+        """Whether all that decides what a backend makes is part of the key."""
+        found = self.factors.get("environment")
+        return isinstance(found, dict) and f"{backends.CLASS} of {backend}" in found
+
     def with_config(self, config: Any) -> WholeKey:
         """The key of what ``to_executorch(config)`` makes of it.
 
@@ -158,7 +163,7 @@ def lowering_key(request: Request, digests: StorageDigests) -> WholeKey:
         parts.put_text(b"on", name)
         parts.put(b"od", digest)
         options[name] = _described(getattr(request, name), digest)
-    found = environment(request)
+    found = environment(request, encoder.backends)
     names = {"subject": SUBJECT, "policy": WHOLE_EXPORT.describe()}
     digest, sections = combine(encoder, names, found, parts.digest())
     return WholeKey(
@@ -235,8 +240,11 @@ def weights_digest(programs: Mapping[str, ExportedProgram], digests: StorageDige
     return encoder.weights.digest()
 
 
-def environment(request: Request) -> dict[str, str]:
+def environment(request: Request, named: Iterable[str] = ()) -> dict[str, str]:
     """What decides an export besides its arguments, without what compiling itself changed.
+
+    Args:
+        named: backends that the arguments name somewhere.
 
     Raises:
         Unkeyable
@@ -246,7 +254,7 @@ def environment(request: Request) -> dict[str, str]:
     found["sources: executorch/exir"] = tree_digest(exir).hex()
     found["torch: decompositions of the user's"] = _foreign_decompositions()
     found = drift.FACTS.rebase(found)
-    for backend in _backends(request):
+    for backend in _backends(request, named):
         own = {**backends.fixed_facts(backend), **backends.ambient_facts(backend)}
         for name, value in drift.FACTS.rebase(own).items():
             shared = not name.startswith("backend: ")
@@ -267,10 +275,10 @@ def _foreign_decompositions() -> str:
     return " ".join(sorted(found)) or "none"
 
 
-def _backends(request: Request) -> list[Any]:
+def _backends(request: Request, named: Iterable[str] = ()) -> list[Any]:
     """The backends that the partitioners are for; all that are loaded, if one does not tell."""
     loaded = {backend.__name__: backend for backend in BackendDetails.__subclasses__()}
-    wanted: set[str] = set()
+    wanted = {name for name in named if name in loaded}
     for partitioner in request.partitioners():
         name = getattr(getattr(partitioner, "delegation_spec", None), "backend_id", None)
         if not isinstance(name, str) or name not in loaded:

@@ -22,8 +22,9 @@ from executorch.exir import (
     ExecutorchProgramManager,
     to_edge_transform_and_lower,
 )
-from executorch.exir.backend.partitioner import Partitioner, PartitionResult
+from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
 from executorch.exir.program import _program
+from export_backends import LinearPartitioner, WeightsInBlob
 from torch.export import Dim, ExportedProgram, export
 from whole_replay import WHOLE, export_cases
 
@@ -182,6 +183,39 @@ def test_the_second_time_nothing_is_lowered(
     assert (first.files, first.tensors) == (second.files, second.tensors)
     assert len(first.tensors) == 2
     assert verify(store).clean
+
+
+class Both(Partitioner):  # type: ignore[misc]
+    """Says that it is for one backend, and gives linear layers to another one.
+
+    That is named in an option, or only in what it does.
+    """
+
+    def __init__(self, *, named: bool) -> None:
+        super().__init__()
+        self.delegation_spec = DelegationSpec("XnnpackBackend", [])
+        self.inner = LinearPartitioner(WeightsInBlob) if named else None
+
+    def partition(self, exported_program: Any) -> PartitionResult:
+        return (self.inner or LinearPartitioner(WeightsInBlob)).partition(exported_program)
+
+
+def test_a_second_backend_that_an_option_names_is_part_of_the_key(
+    store: cas.Store, program: ExportedProgram, count: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for level in (1, 1, 2, 1):
+        monkeypatch.setattr(WeightsInBlob, "LEVEL", level, raising=False)
+        found += exported(store, program, partitioner=[Both(named=True)])[1]
+    assert found == [("miss", "absent"), ("hit", ""), ("miss", "absent"), ("hit", "")]
+
+
+def test_an_export_with_a_backend_that_no_option_names_is_not_kept(
+    store: cas.Store, program: ExportedProgram, count: Counter
+) -> None:
+    for _ in range(2):
+        _, found = exported(store, program, partitioner=[Both(named=False)])
+        assert found == [("uncacheable", "delegates of WeightsInBlob, which no partitioner names")]
 
 
 def test_whoever_looks_gets_the_lowered_program(
