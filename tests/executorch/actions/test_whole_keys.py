@@ -12,21 +12,27 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
 from executorch.backends.xnnpack.partition.config.xnnpack_config import ConfigPrecisionType
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig
+from executorch.exir._serialize._named_data_store import NamedDataStore
+from executorch.exir.backend.partitioner import DelegationSpec
 from executorch.exir.passes import MemoryPlanningPass
 from executorch.exir.passes.sym_shape_eval_pass import ConstraintBasedSymShapeEvalPass
 from torch.export import ExportedProgram, export
 
+import cas
+from cas.executorch import capture
 from cas.executorch.actions.errors import Unkeyable
 from cas.executorch.actions.objects import ObjectEncoder
 from cas.executorch.actions.weights import StorageDigests
@@ -187,6 +193,72 @@ def test_a_set_attribute_of_a_known_class_counts(monkeypatch: pytest.MonkeyPatch
     before = encoded(XnnpackPartitioner)
     monkeypatch.setattr(XnnpackPartitioner, "option", 1, raising=False)
     assert encoded(XnnpackPartitioner) != before
+
+
+def test_a_list_that_a_known_class_keeps_counts_when_it_is_changed() -> None:
+    quantizer = XNNPACKQuantizer()
+    before = encoded(quantizer), encoded(XNNPACKQuantizer)
+    patterns = XNNPACKQuantizer.SUPPORTED_PATTERNS
+    last = patterns.pop()
+    try:
+        assert encoded(quantizer) != before[0] and encoded(XNNPACKQuantizer) != before[1]
+    finally:
+        patterns.append(last)
+    assert (encoded(quantizer), encoded(XNNPACKQuantizer)) == before
+
+
+def test_a_value_that_a_known_class_keeps_and_that_has_no_content_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(XnnpackPartitioner, "option", threading.Lock(), raising=False)
+    with pytest.raises(Unkeyable, match="lock"):
+        encoded(XnnpackPartitioner())
+
+
+@functools.cache
+def remembered(node: Any) -> Any:
+    return TAG
+
+
+def remembering(node: Any) -> Any:
+    return remembered(node), remembered_too(node)
+
+
+remembered_too = functools.partial(remembered)
+
+
+def test_a_function_that_remembers_counts_as_what_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = encoded(remembering)
+    remembering(1)
+    assert encoded(remembering) == before
+    monkeypatch.setattr(sys.modules[__name__], "TAG", "else")
+    assert encoded(remembering) != before
+
+
+def naming_a_tuple(node: Any) -> Any:
+    return DelegationSpec("a", []), Pair(1, 2)
+
+
+class Pair(NamedTuple):
+    one: int
+    other: int = 2
+
+    def total(self) -> int:
+        return self.one + self.other
+
+
+def test_a_named_tuple_counts_by_what_somebody_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = encoded(naming_a_tuple)
+    monkeypatch.setattr(Pair, "total", lambda self: self.one)
+    assert encoded(naming_a_tuple) != before
+
+
+def test_what_a_capture_puts_before_a_function_does_not_count(tmp_path: Path) -> None:
+    before = encoded(NamedDataStore), encoded(tempfile)
+    with cas.Store.open(tmp_path / "store") as store, capture(store):
+        assert (encoded(NamedDataStore), encoded(tempfile)) == before
 
 
 def test_state_that_an_export_overwrites_does_not_count(program: ExportedProgram) -> None:
