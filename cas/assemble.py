@@ -26,7 +26,6 @@ from cas.errors import NoSpace, PermissionRefused, Refused
 from cas.manifest import ChunkPart, DataPart, Part, Recipe, ZeroPart
 from cas.modes import process_umask
 from cas.progress import Progress
-from cas.reading import Buffers
 
 #: A longer zero run is left out of what is gathered and written.
 SPARSE_BYTES = 1 << 20
@@ -100,7 +99,7 @@ class Assembly:
         self._directory = directory
         self._progress = progress
         self._pool = pool
-        self._buffers = Buffers()
+        self._buffers = context.buffers
         self._written: list[tuple[Path, Path]] = []
 
     def write(self, name: str, recipe: Recipe, *, verify: bool = True) -> None:
@@ -254,6 +253,7 @@ def assembling(
             raise
         finally:
             assembly.discard()
+            context.buffers.drop()
     progress.finish()
 
 

@@ -22,6 +22,7 @@ from cas.layout import Layout
 from cas.leases import Lease
 from cas.manifest import Manifest
 from cas.modes import Modes
+from cas.reading import Buffers
 from cas.strictjson import MAX_DOCUMENT_BYTES
 
 #: Threads that hash and write. Twice the cores keep both busy while some wait for the disk.
@@ -43,12 +44,21 @@ class Context:
     #: Settings that beat the store's own, as text; checked when the store was opened.
     overrides: Mapping[str, str] = field(default_factory=dict)
     _index: Index | None = field(default=None, init=False)
+    _buffers: Buffers | None = field(default=None, init=False)
     _closed: bool = field(default=False, init=False)
     _mutex: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @property
     def chunk_size(self) -> int:
         return self.header.chunk_size
+
+    @property
+    def buffers(self) -> Buffers:
+        """Chunk buffers, for all threads and operations."""
+        with self._mutex:
+            if self._buffers is None:
+                self._buffers = Buffers(self.chunk_size)
+            return self._buffers
 
     @property
     def index(self) -> Index:

@@ -29,7 +29,6 @@ from cas.index import Entry, is_known
 from cas.leases import Lease
 from cas.manifest import ChunkPart, Part, Recipe, ZeroPart, chunk_sizes
 from cas.progress import Progress
-from cas.reading import Buffers
 from cas.room import check_room
 from cas.writebehind import WriteBehind
 
@@ -94,7 +93,7 @@ class Ingest:
         self._pool = ThreadPoolExecutor(context.workers, thread_name_prefix="cas-ingest")
         self._mutex = threading.Lock()
         self._telling = threading.Lock()
-        self._buffers = Buffers()
+        self._buffers = context.buffers
         self._writing = WriteBehind(WRITING_BYTES, WRITING_FILES)
         self._filesystem = fsio.FilesystemSync(context.layout.tmp)
         self._broken: OSError | None = None
@@ -141,7 +140,9 @@ class Ingest:
 
     def stream(self, recipe: Recipe) -> Iterator[memoryview]:
         """The bytes of what was put, in order; see `cas.reading.stream`."""
-        return reading.stream(recipe, self.path_of, self._pool, self._context.workers)
+        return reading.stream(
+            recipe, self.path_of, self._pool, self._buffers, self._context.workers
+        )
 
     def forget(self, digest: Digest) -> None:
         """Ask the index about a chunk again when it is put next, unless it is only staged."""
@@ -171,7 +172,7 @@ class Ingest:
         """Take in all that ``stream`` gives, through a ring of buffers."""
         size = self._context.chunk_size
         ring: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
-        spare = max(2, self._context.buffer_bytes // size)
+        spare = max(2, min(self._context.buffer_bytes // size, 2 * self._context.workers))
         parts: list[Part] = []
         window: deque[tuple[Future[list[Part]], bytearray]] = deque()
         total = 0
@@ -179,12 +180,13 @@ class Ingest:
             while True:
                 if ring.empty() and spare:
                     spare -= 1
-                    ring.put(bytearray(size))
+                    ring.put(self._buffers.take(size))
                 elif ring.empty():
                     parts += _collect(window, ring)
                 buffer = ring.get()
                 count = _fill(stream, memoryview(buffer))
                 if count == 0:
+                    ring.put(buffer)
                     break
                 total += count
                 piece = memoryview(buffer)[:count]
@@ -192,6 +194,8 @@ class Ingest:
         finally:
             while window:
                 parts += _collect(window, ring)
+            while not ring.empty():
+                self._buffers.give(ring.get())
         self._account(total)
         return Recipe.concat([Recipe(tuple(parts))])
 
@@ -426,7 +430,6 @@ class Ingest:
             with fsio.os_errors(self._layout.root):
                 self._sync(batch)
                 self._move(batch)
-            self._buffers = Buffers()  # what follows, an assembly perhaps, has buffers of its own
         self._published()
 
     def _require_unbroken(self) -> None:
@@ -478,6 +481,7 @@ class Ingest:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._writing.close()
         self._filesystem.close()
+        self._buffers.drop()
 
 
 def as_bytes(data: Buffer) -> memoryview:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,21 +19,31 @@ _ZEROS = bytes(1 << 20)
 
 
 class Buffers:
-    """Buffers for chunks, kept for the next use: fresh memory costs more than filling it."""
+    """Buffers for chunks, kept for the next use: fresh memory costs more than filling it.
 
-    def __init__(self) -> None:
-        self._free: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+    One pool serves all that is done with a store, so that an assembly fills the very buffers that
+    the ingest before it has left. ``size`` is the store's chunk size, in bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._free: deque[bytearray] = deque()  # its ends are safe to use from several threads
 
     def take(self, size: int) -> bytearray:
         """A buffer of at least ``size`` bytes with any content."""
         try:
-            buffer = self._free.get_nowait()
-        except queue.Empty:
-            return bytearray(size)
+            buffer = self._free.pop()
+        except IndexError:
+            return bytearray(max(size, self._size))
         return buffer if len(buffer) >= size else bytearray(size)
 
     def give(self, buffer: bytearray) -> None:
-        self._free.put(buffer)
+        """Take a buffer back; nobody uses it any more."""
+        self._free.append(buffer)
+
+    def drop(self) -> None:
+        """Give the memory of all that are not in use back."""
+        self._free.clear()
 
 
 def read_part(part: ChunkPart, locate: Locate, buffer: bytearray) -> memoryview:
@@ -52,7 +61,7 @@ def read_part(part: ChunkPart, locate: Locate, buffer: bytearray) -> memoryview:
 
 
 def stream(
-    recipe: Recipe, locate: Locate, pool: ThreadPoolExecutor, ahead: int
+    recipe: Recipe, locate: Locate, pool: ThreadPoolExecutor, buffers: Buffers, ahead: int
 ) -> Iterator[memoryview]:
     """Yield the recipe's bytes in order; each piece is valid until the next is asked for.
 
@@ -61,7 +70,6 @@ def stream(
     Raises:
         ChunkMissing, ChunkDamaged
     """
-    buffers = Buffers()
     window: deque[tuple[Future[memoryview], bytearray]] = deque()
     upcoming = recipe.chunks()
     try:
@@ -95,7 +103,7 @@ class PlainReader:
 
     def stream(self, recipe: Recipe) -> Iterator[memoryview]:
         """As `Writer.stream`, one chunk after the other."""
-        buffers = Buffers()
+        buffers = Buffers(0)
         for part in recipe.parts:
             if isinstance(part, DataPart):
                 yield memoryview(part.data)
