@@ -89,8 +89,9 @@ class ManifestDamaged(Damaged):
         self.subject = subject
         self.reason = reason
         super().__init__(
-            f"manifest {subject} {reason}; export the artifact again, or remove the refs that "
-            "`cas verify` names"
+            f"manifest {subject} {reason}; `cas verify` names the artifacts that need it and how "
+            "to remove them, after an export has made them again; from a copy of the store, "
+            "`cas verify --repair --from COPY` brings it back"
         )
 
 
@@ -107,11 +108,15 @@ class ActionDamaged(Damaged):
 
 
 class RefDamaged(Damaged):
-    def __init__(self, path: Path, reason: str) -> None:
+    """The file of one generation, ``ref``, does not tell its manifest."""
+
+    def __init__(self, path: Path, reason: str, ref: str) -> None:
         self.path = path
         self.reason = reason
+        self.ref = ref
         super().__init__(
-            f"ref file {path} {reason}; restore it from a copy, or delete it and export again"
+            f"ref file {path} {reason}; restore it from a copy, or export the artifact again and "
+            f"run `cas rm {ref}`"
         )
 
 

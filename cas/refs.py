@@ -125,14 +125,14 @@ def read(layout: Layout, ref: RefId) -> Ref:
     except (FileNotFoundError, NotADirectoryError):
         raise RefNotFound(ref.name, ref.generation) from None
     except OSError as error:
-        raise RefDamaged(path, f"cannot be read ({error.strerror})") from error
+        raise RefDamaged(path, f"cannot be read ({error.strerror})", str(ref)) from error
     try:
         text = data.decode("ascii")
         if not text.endswith("\n"):
             raise UsageError("the last newline is missing")
         return Ref(ref.name, ref.generation, Digest.parse(text[:-1]))
     except (UnicodeDecodeError, UsageError):
-        raise RefDamaged(path, "does not hold a manifest's digest") from None
+        raise RefDamaged(path, "does not hold a manifest's digest", str(ref)) from None
 
 
 def resolve(layout: Layout, text: str) -> Ref:

@@ -1,5 +1,7 @@
 """Bringing back what verify found damaged or missing, from files that may hold the bytes.
 
+A manifest comes back from a copy of its file only: an export gives another one.
+
 What is found is put like any other bytes, by a writer: staged, synced, published. The next export
 that produces the bytes does the same without being asked.
 """
@@ -7,11 +9,12 @@ that produces the bytes does the same without being asked.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from cas import chunkfiles
+from cas import chunkfiles, fsio
 from cas.context import Context
 from cas.digest import Digest
 from cas.errors import CasError, ChunkError
@@ -21,7 +24,11 @@ from cas.progress import SILENT, Progress
 from cas.refs import RefId
 from cas.searching import Search, Source, Take, source_files
 from cas.store import Store
+from cas.strictjson import MAX_DOCUMENT_BYTES
 from cas.verify import Report
+
+#: How a manifest begins: canonical JSON with its keys in order.
+_MANIFEST: Final = b'{"files":['
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +51,14 @@ class Need:
 @dataclass(frozen=True, slots=True)
 class Repair:
     """What a repair did: the chunks brought back, those still missing, and the refs that are
-    therefore still affected (with those that are for another reason)."""
+    therefore still affected (with those that are for another reason); the manifests brought back,
+    and what still cannot be read."""
 
     repaired: tuple[Digest, ...]
     missing: tuple[Need, ...]
     affected_refs: tuple[str, ...]
+    manifests: tuple[Digest, ...] = ()
+    problems: tuple[str, ...] = ()
 
 
 def repair(
@@ -60,6 +70,9 @@ def repair(
     progress: Progress = SILENT,
 ) -> Repair:
     """Look for the chunks that ``report`` says are missing, and put what is found.
+
+    Manifests that it says are damaged come first: from a file that is the same byte by byte, in a
+    copy of the store, say.
 
     Args:
         report: what verify found.
@@ -75,14 +88,44 @@ def repair(
     context = store.context
     if not dry_run:
         context.require_writable("repair")
-    affected = _affected(store, report)
-    wanted = _wanted(report, affected)
+    manifests = _find_manifests(report, files)
+    if not dry_run:
+        _put_manifests(context, manifests)
+    affected = _affected(store, report, manifests)
+    wanted = _wanted(context, report, affected, manifests)
+    missing = set(wanted)
     found: list[Digest] = []
     if wanted:
         with _taking(store, found, dry_run) as take:
             _from_quarantine(context, wanted, take)
             _from_files(context, wanted, affected, files, take, progress)
-    return _result(context, report, affected, found if dry_run else _present(context, found))
+    repaired = found if dry_run else _present(context, found)
+    return _result(report, affected, manifests, repaired, missing - set(repaired))
+
+
+def _find_manifests(report: Report, files: Sequence[Path]) -> dict[Digest, bytes]:
+    """The damaged manifests that lie among ``files``, whatever those are called."""
+    found: dict[Digest, bytes] = {}
+    for path in files if report.damaged_manifests else ():
+        with Source(path) as source:
+            if source.size > MAX_DOCUMENT_BYTES or source.read(0, len(_MANIFEST)) != _MANIFEST:
+                continue
+            data = source.read(0, source.size)
+        digest = Digest.of(data)
+        if digest in report.damaged_manifests:
+            found[digest] = data
+    return found
+
+
+def _put_manifests(context: Context, manifests: Mapping[Digest, bytes]) -> None:
+    if not manifests:
+        return
+    with context.lease() as lease:
+        for digest, data in manifests.items():
+            path = context.layout.manifest(digest)
+            temporary = context.layout.staging(lease.id) / "manifest"
+            with context.index.write(), fsio.os_errors(path):
+                fsio.replace_file(path, data, mode=context.modes.data, temporary=temporary)
 
 
 def _from_files(
@@ -105,25 +148,47 @@ def _from_files(
     progress.finish()
 
 
-def _affected(store: Store, report: Report) -> dict[str, Manifest]:
-    """The manifests of the affected refs that can be read."""
+def _affected(
+    store: Store, report: Report, manifests: Mapping[Digest, bytes]
+) -> dict[str, Manifest]:
+    """The manifests of the affected refs that can be read, or were found."""
     found: dict[str, Manifest] = {}
     for text in report.affected_refs:
         name, generation = parse_ref(text)
         assert generation is not None
         with contextlib.suppress(CasError):  # verify reported it as a problem; or it was removed
-            found[text] = store.manifest(store.read_ref(RefId(name, generation)))
+            digest = store.read_ref(RefId(name, generation)).manifest
+            if digest in manifests:
+                found[text] = Manifest.parse(manifests[digest])
+            else:
+                found[text] = store.manifest(digest)
     return found
 
 
-def _wanted(report: Report, affected: dict[str, Manifest]) -> dict[Digest, int]:
-    missing = set(report.missing)
+def _wanted(
+    context: Context,
+    report: Report,
+    affected: dict[str, Manifest],
+    manifests: Mapping[Digest, bytes],
+) -> dict[Digest, int]:
+    """The missing chunks and their sizes.
+
+    Verify could not know those that only a manifest names which was damaged.
+    """
+    known, damaged = set(report.missing), set(report.damaged)
+    sizes: dict[Digest, int] = {}
+    for manifest in affected.values():
+        sizes.update(manifest.chunks())
     return {
         digest: size
-        for manifest in affected.values()
-        for digest, size in manifest.chunks().items()
-        if digest in missing
+        for digest, size in sizes.items()
+        if digest in known
+        or (manifests and (digest in damaged or not _is_there(context, digest, size)))
     }
+
+
+def _is_there(context: Context, digest: Digest, size: int) -> bool:
+    return chunkfiles.size_on_disk(context.layout.chunk(digest)) == size
 
 
 @contextlib.contextmanager
@@ -167,9 +232,12 @@ def _present(context: Context, found: list[Digest]) -> list[Digest]:
 
 
 def _result(
-    context: Context, report: Report, affected: dict[str, Manifest], repaired: list[Digest]
+    report: Report,
+    affected: dict[str, Manifest],
+    manifests: Mapping[Digest, bytes],
+    repaired: list[Digest],
+    missing: set[Digest],
 ) -> Repair:
-    missing = set(report.missing) - set(repaired)
     needs: dict[Digest, Need] = {}
     whole: set[str] = set()
     for ref, manifest in affected.items():
@@ -179,10 +247,13 @@ def _result(
         for entry in manifest.files:
             for need in _needs(ref, entry, lost - needs.keys()):
                 needs.setdefault(need.digest, need)
+    told = {f"{report.damaged_manifests[digest][0]}: " for digest in manifests}
     return Repair(
         tuple(sorted(repaired)),
         tuple(needs[digest] for digest in sorted(needs)),
         tuple(ref for ref in report.affected_refs if ref not in whole),
+        tuple(sorted(manifests)),
+        tuple(text for text in report.problems if not text.startswith(tuple(told))),
     )
 
 

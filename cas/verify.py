@@ -6,14 +6,14 @@ import contextlib
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from cas import actions, chunkfiles, damage, fsio, refs
 from cas.context import Context
 from cas.digest import Digest
-from cas.errors import CasError, ChunkError, ChunkMissing, RefNotFound
+from cas.errors import CasError, ChunkError, ChunkMissing, ManifestDamaged, RefNotFound
 from cas.index import Entry
 from cas.progress import SILENT, Progress
 from cas.refs import RefId
@@ -28,10 +28,10 @@ class Report:
 
     ``damaged`` chunks were moved to quarantine, unless ``report_only``; ``missing`` chunks are
     named by a manifest but not there (a damaged one is both, from now on). ``problems`` are refs
-    and manifests that cannot be read. ``complete`` is False if the time ran out before every chunk
-    was hashed. Action records are all checked; ``damaged_records``, by key, were moved to
-    quarantine. One that names a chunk which is gone is no damage: whoever looks for it computes
-    again.
+    and manifests that cannot be read; of the manifests, ``damaged_manifests`` has each with all
+    refs that need it. ``complete`` is False if the time ran out before every chunk was hashed.
+    Action records are all checked; ``damaged_records``, by key, were moved to quarantine. One that
+    names a chunk which is gone is no damage: whoever looks for it computes again.
     """
 
     checked_chunks: int
@@ -44,6 +44,7 @@ class Report:
     checked_records: int = 0
     damaged_records: tuple[Digest, ...] = ()
     report_only: bool = False
+    damaged_manifests: Mapping[Digest, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def clean(self) -> bool:
@@ -82,19 +83,20 @@ def verify(
     found = _check_chunks(context, todo, max_duration, report_only, progress)
     if not report_only:
         context.index.reconcile()
-    missing, affected, problems = _check_refs(context, set(found.damaged) if report_only else ())
+    state = _RefCheck(context, set(found.damaged) if report_only else ())
     records, damaged_records = actions.set_aside_damaged(context, report_only=report_only)
     return Report(
         found.checked,
         found.size,
         tuple(found.damaged),
-        tuple(sorted(missing)),
-        tuple(affected),
-        tuple(problems),
+        tuple(sorted(state.missing)),
+        tuple(state.affected),
+        tuple(state.problems),
         found.complete,
         records,
         tuple(damaged_records),
         report_only,
+        {digest: tuple(needed) for digest, needed in state.manifests.items()},
     )
 
 
@@ -202,45 +204,64 @@ def _no_stamp(context: Context, good: dict[Digest, int]) -> None:
 # --- manifests and refs -------------------------------------------------------------------------
 
 
-def _check_refs(
-    context: Context, damaged: Collection[Digest] = ()
-) -> tuple[set[Digest], list[str], list[str]]:
-    """(missing chunks, refs that cannot be assembled, what cannot be read).
+class _RefCheck:
+    """Which refs cannot be assembled, and why.
 
-    ``damaged`` chunks lie in their places, and count as missing.
+    ``missing`` chunks, ``affected`` refs, ``problems`` for what cannot be read, and ``manifests``
+    among that, each with all refs that need it. ``damaged`` chunks lie in their places, and count
+    as missing.
     """
-    missing: set[Digest] = set()
-    affected: list[str] = []
-    problems: list[str] = []
-    present = _sizes(context)
-    verdicts: dict[Digest, bool] = {}
-    for ref_id in refs.ids(context.layout):
+
+    def __init__(self, context: Context, damaged: Collection[Digest] = ()) -> None:
+        self._context = context
+        self._damaged = damaged
+        self._present = _sizes(context)
+        self._verdicts: dict[Digest, bool] = {}
+        self.missing: set[Digest] = set()
+        self.affected: list[str] = []
+        self.problems: list[str] = []
+        self.manifests: dict[Digest, list[str]] = {}
+        for ref_id in refs.ids(context.layout):
+            self._look_at(ref_id)
+
+    def _look_at(self, ref_id: RefId) -> None:
         try:
-            digest = refs.read(context.layout, ref_id).manifest
-            if digest not in verdicts:
-                verdicts[digest] = False
-                wanted = context.load_manifest(digest).chunks()
-                lost = {
-                    d
-                    for d, size in wanted.items()
-                    if d in damaged or not _is_there(context, present, d, size)
-                }
-                if lost and _is_removed(context, ref_id):
-                    del verdicts[digest]  # another ref may still need it
-                    continue
-                missing |= lost
-                verdicts[digest] = not lost
-            whole = verdicts[digest]
+            whole = self._is_whole(ref_id)
         except RefNotFound:
-            continue
+            return
         except CasError as error:
-            if _is_removed(context, ref_id):
-                continue
-            problems.append(f"{ref_id}: {error}")
+            if _is_removed(self._context, ref_id):
+                return
+            self.problems.append(f"{ref_id}: {error}")
             whole = False
         if not whole:
-            affected.append(str(ref_id))
-    return missing, affected, problems
+            self.affected.append(str(ref_id))
+
+    def _is_whole(self, ref_id: RefId) -> bool:
+        digest = refs.read(self._context.layout, ref_id).manifest
+        if digest in self.manifests:
+            self.manifests[digest].append(str(ref_id))
+            return False
+        if digest not in self._verdicts:
+            lost = self._lost(digest, ref_id)
+            if lost and _is_removed(self._context, ref_id):
+                raise RefNotFound(ref_id.name, ref_id.generation)  # another may still need it
+            self.missing |= lost
+            self._verdicts[digest] = not lost
+        return self._verdicts[digest]
+
+    def _lost(self, manifest: Digest, ref_id: RefId) -> set[Digest]:
+        try:
+            wanted = self._context.load_manifest(manifest).chunks()
+        except ManifestDamaged:
+            if not _is_removed(self._context, ref_id):
+                self.manifests[manifest] = [str(ref_id)]
+            raise
+        return {
+            digest
+            for digest, size in wanted.items()
+            if digest in self._damaged or not _is_there(self._context, self._present, digest, size)
+        }
 
 
 def _is_removed(context: Context, ref_id: RefId) -> bool:

@@ -210,18 +210,22 @@ def check_all(root: Path) -> None:
 
 
 def prepare_with_losses(root: Path) -> None:
-    """Of what is kept, one chunk has a flipped bit and another is gone; a copy is outside."""
+    """Of what is kept, one chunk has a flipped bit, another and a manifest are gone; copies of all
+    are outside."""
     prepare(root)
     layout = Layout(root / "store")
     data = KEPT["kept/one"]
     flip_bit(layout.chunk(Digest.of(data[:CHUNK])))
     layout.chunk(Digest.of(data[CHUNK : 2 * CHUNK])).unlink()
     (root / "copy").write_bytes(data)
+    with open_store(root) as store:
+        manifest = layout.manifest(store.resolve("kept/two").manifest)
+    manifest.rename(root / "manifest")
 
 
 def mend(root: Path) -> None:
     with open_store(root) as store:
-        repair.repair(store, verify.verify(store), [root / "copy"])
+        repair.repair(store, verify.verify(store), [root / "copy", root / "manifest"])
         quarantine.execute(store, quarantine.plan(store))
 
 

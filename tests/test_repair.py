@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
@@ -315,3 +316,57 @@ def test_the_next_export_repairs_without_being_asked(store: Store, root: Path, h
         assert writer.counters.new_chunks == 1
         writer.commit("again", {"f": recipe})
     assert_whole(store, root)
+
+
+# --- manifests ----------------------------------------------------------------------------------
+
+
+def spoil_manifest(store: Store, *, gone: bool = False) -> Digest:
+    digest = store.resolve("model").manifest
+    path = store.context.layout.manifest(digest)
+    path.unlink() if gone else flip_bit(path, 30)
+    return digest
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_manifest_comes_back_from_a_copy_of_the_store(
+    store: Store, root: Path, gone: bool
+) -> None:
+    shutil.copytree(store.path / "manifests", root / "copy")
+    digest = spoil_manifest(store, gone=gone)
+    before = verify.verify(store)
+    tried = repair(store, before, [root / "copy"], dry_run=True)
+    assert (tried.manifests, tried.problems, tried.affected_refs) == ((digest,), (), ())
+    assert verify.verify(store) == before, "trying it changes nothing"
+    done = repair(store, before, [root / "copy"])
+    assert done == tried
+    assert_whole(store, root)
+
+
+def test_so_do_the_chunks_that_only_it_names(store: Store, root: Path) -> None:
+    """Verify could not know that they are missing."""
+    manifest = store.context.layout.manifest(store.resolve("model").manifest)
+    (root / "copy.json").write_bytes(manifest.read_bytes())
+    (root / "model.pte").write_bytes(FILE)
+    digest, lost = spoil_manifest(store), lose(store, PIECES[1], SMALL)
+    report = verify.verify(store)
+    assert report.missing == ()
+    half = repair(store, report, [root / "copy.json"], dry_run=True)
+    assert {need.digest for need in half.missing} == lost and half.affected_refs == ("model@1",)
+    done = repair(store, report, [root / "copy.json", root / "model.pte"])
+    assert (done.manifests, set(done.repaired), done.missing) == ((digest,), lost, ())
+    assert_whole(store, root)
+
+
+def test_nothing_but_the_same_bytes_is_taken_for_a_manifest(store: Store, root: Path) -> None:
+    digest = spoil_manifest(store)
+    path = store.context.layout.manifest(digest)
+    other = store.context.layout.manifest(store.resolve("other").manifest).read_bytes()
+    source = root / "source"
+    source.mkdir()
+    for number, data in enumerate((path.read_bytes(), other, other[:9], b"")):
+        (source / f"{digest.hex()}.{number}").write_bytes(data)
+    report = verify.verify(store)
+    done = repair(store, report, [source])
+    assert done.manifests == () and done.problems == report.problems
+    assert done.affected_refs == ("model@1",)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cas import Digest, Store, damage, stats, verify
+from cas import Digest, Store, damage, refs, stats, verify
 from cas.errors import CasError, ChunkDamaged
 from cas.index import Entry
 from cas.testing import forked
@@ -243,21 +243,46 @@ def test_no_time_at_all_checks_no_chunk_but_still_the_refs(store: Store) -> None
     assert report.affected_refs == ("one@1", "two@1")
 
 
-def test_a_removal_and_gc_during_verify_are_no_damage(store: Store) -> None:
-    real = verify._check_refs
-
-    def after_a_removal(context: object) -> object:
-        return real(context)  # type: ignore[arg-type]
-
-    listed = verify.refs.ids(store.context.layout)
-    names = list(listed)
+def test_a_removal_and_gc_during_verify_are_no_damage(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = list(refs.ids(store.context.layout))
     store.remove("one")
     collect(store)
-    verify.refs.ids, saved = lambda layout: iter(names), verify.refs.ids  # type: ignore[assignment]
-    try:
-        assert after_a_removal(store.context) == (set(), [], [])
-    finally:
-        verify.refs.ids = saved
+    monkeypatch.setattr(refs, "ids", lambda layout: iter(listed))
+    assert verify.verify(store).clean
+
+
+@pytest.mark.parametrize("how", ["a flipped bit", "cut short", "gone", "another manifest"])
+def test_all_refs_that_need_a_damaged_manifest_are_named(store: Store, how: str) -> None:
+    for name in ("again", "one"):
+        commit(store, name, ONE)
+    digest = store.resolve("one").manifest
+    path = store.context.layout.manifest(digest)
+    if how == "a flipped bit":
+        flip_bit(path, 20)
+    elif how == "cut short":
+        truncate(path, 20)
+    elif how == "gone":
+        path.unlink()
+    else:
+        writable(path)
+        path.write_bytes(store.context.layout.manifest(store.resolve("two").manifest).read_bytes())
+    report = verify.verify(store)
+    named = ("again@1", "one@1", "one@2")
+    assert report.affected_refs == named and report.damaged_manifests == {digest: named}
+    (problem,) = report.problems
+    assert problem.startswith(f"again@1: manifest {digest}") and "--from COPY" in problem
+    assert not report.missing
+
+
+def test_a_damaged_ref_says_which_command_removes_it(store: Store) -> None:
+    truncate(store.context.layout.ref("one", 1), 30)
+    report = verify.verify(store)
+    assert report.affected_refs == ("one@1",) and report.damaged_manifests == {}
+    assert "`cas rm one@1`" in report.problems[0]
+    store.remove("one@1")
+    assert verify.verify(store).clean
 
 
 def test_a_chunk_replaced_while_it_is_being_checked_is_not_set_aside(store: Store) -> None:

@@ -208,6 +208,8 @@ def test_verify_of_a_whole_store_finds_nothing(run: Run, filled: Filled) -> None
         "still_affected_refs": [],
         "checked_records": 0,
         "damaged_records": [],
+        "damaged_manifests": {},
+        "repaired_manifests": [],
         "problems": [],
         "complete": True,
         "dry_run": False,
@@ -308,6 +310,37 @@ def test_verify_tells_what_it_could_not_repair_and_what_helps(
     assert found.code == 4
     assert found.json["still_missing"] == [f"blake3:{second.name}"]
     assert found.json["still_affected_refs"] == ["other@1"]
+
+
+def test_verify_says_what_to_run_for_a_damaged_manifest(
+    run: Run, filled: Filled, tmp_path: Path
+) -> None:
+    digest = run("ls", "other", "--json").json["refs"][0]["manifest"].removeprefix("blake3:")
+    manifest = next((filled.path / "manifests").rglob(digest))
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / digest).write_bytes(manifest.read_bytes())
+    truncate(manifest, 50)
+    found = run("verify")
+    assert found.code == 4 and "cannot be assembled: other@1" in found.out
+    assert "`cas rm other@1`" in found.err and "--from COPY/manifests`" in found.err
+    assert "checkpoint" not in found.err, "no checkpoint has a manifest"
+    tried = run("verify", "--repair", "--from", tmp_path / "copy", "-n", "--json")
+    assert (tried.code, tried.json["repaired_manifests"]) == (0, [f"blake3:{digest}"])
+    assert tried.json["damaged_manifests"] == {f"blake3:{digest}": ["other@1"]}
+    done = run("verify", "--repair", "--from", tmp_path / "copy")
+    assert (done.code, done.err) == (0, "")
+    assert f"repaired manifest blake3:{digest}" in done.out
+    assert run("verify").code == 0
+
+
+def test_the_command_that_verify_names_removes_what_has_no_manifest(
+    run: Run, filled: Filled
+) -> None:
+    digest = run("ls", "other", "--json").json["refs"][0]["manifest"].removeprefix("blake3:")
+    next((filled.path / "manifests").rglob(digest)).unlink()
+    assert run("gc").code == 4
+    assert run("rm", "other@1").code == 0
+    assert (run("gc").code, run("verify").code) == (0, 0)
 
 
 def test_the_quarantine_can_be_emptied(run: Run, filled: Filled) -> None:

@@ -15,6 +15,9 @@ from cas_cli.failures import DAMAGED
 from cas_cli.render import count, printable, size
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from cas.digest import Digest
     from cas.quarantine import Plan
     from cas.repair import Repair
     from cas.store import Store
@@ -52,7 +55,7 @@ class Outcome:
         """Whether nothing is damaged or missing, or not any more."""
         if self.repair is None:
             return self.report.clean
-        return not (self.repair.missing or self.repair.affected_refs or self.report.problems)
+        return not (self.repair.missing or self.repair.affected_refs or self.repair.problems)
 
 
 @options.command(short_help="Check that every byte is what its name says.")
@@ -154,6 +157,10 @@ def _document(wanted: Request, outcome: Outcome) -> dict[str, Any]:
         "still_affected_refs": list(affected),
         "checked_records": report.checked_records,
         "damaged_records": [item.hex() for item in report.damaged_records],
+        "damaged_manifests": {
+            str(digest): list(refs) for digest, refs in report.damaged_manifests.items()
+        },
+        "repaired_manifests": [] if repaired is None else [str(d) for d in repaired.manifests],
         "problems": list(report.problems),
         "complete": report.complete,
         "dropped": [] if plan is None else [item.name for item in plan.drop],
@@ -176,7 +183,7 @@ def _show(wanted: Request, outcome: Outcome) -> None:
     if outcome.repair is None:
         for item in report.missing:
             click.echo(f"missing {item}")
-        _show_affected(report.affected_refs)
+        _show_affected(report, report.affected_refs)
     else:
         _show_repair(wanted, report, outcome.repair)
     if outcome.quarantine is not None:
@@ -188,10 +195,29 @@ def _show(wanted: Request, outcome: Outcome) -> None:
         click.echo("cas: what is damaged was left where it is", err=True)
 
 
-def _show_affected(affected: tuple[str, ...]) -> None:
+def _show_affected(
+    report: Report, affected: tuple[str, ...], *, without: Collection[Digest] = ()
+) -> None:
+    """What cannot be assembled, and what to do: ``without`` are manifests that are back."""
     for ref in affected:
         click.echo(f"cannot be assembled: {ref}")
-    if affected:
+    lost = {
+        ref
+        for digest, needed in report.damaged_manifests.items()
+        if digest not in without
+        for ref in needed
+    }
+    if lost:
+        click.echo(
+            "cas: a manifest comes back only from a copy of the store: `cas verify --repair --from "
+            "COPY/manifests`. An export of the artifact makes a new generation; what has no "
+            f"manifest is then removed by `cas rm {' '.join(sorted(lost))}`, and until then gc "
+            "deletes nothing",
+            err=True,
+        )
+    told = tuple(f"{ref}: " for ref in lost)
+    unreadable = {text.split(": ")[0] for text in report.problems if not text.startswith(told)}
+    if set(affected) - lost - unreadable:
         click.echo(
             "cas: `cas verify --repair --from PATH` looks for the bytes in a file of the artifact, "
             "or in a checkpoint with its weights; exporting the artifact again restores them too; "
@@ -201,6 +227,8 @@ def _show_affected(affected: tuple[str, ...]) -> None:
 
 
 def _show_repair(wanted: Request, report: Report, repaired: Repair) -> None:
+    for digest in repaired.manifests:
+        click.echo(f"{'could be repaired' if wanted.dry_run else 'repaired'} manifest {digest}")
     for item in repaired.repaired:
         click.echo(f"{'could be repaired' if wanted.dry_run else 'repaired'} {item}")
     for need in repaired.missing:
@@ -209,7 +237,7 @@ def _show_repair(wanted: Request, report: Report, repaired: Repair) -> None:
     for ref in report.affected_refs:
         if ref not in repaired.affected_refs:
             click.echo(f"{verb}: {ref}")
-    _show_affected(repaired.affected_refs)
+    _show_affected(report, repaired.affected_refs, without=repaired.manifests)
 
 
 def _show_quarantine(wanted: Request, plan: Plan) -> None:
