@@ -22,6 +22,7 @@ from cas.executorch import (
     hooks_named_data,
     hooks_serde,
     hooks_spill,
+    hooks_xnnpack,
     seams,
 )
 from cas.executorch.actions import seam as action_seam
@@ -125,6 +126,7 @@ class Capture:
         hooks_dynamo.install(patches, copies)
         hooks_aoti.install(patches, intake, copies, self.store.context.layout.tmp)
         hooks_cuda.install(patches, intake)
+        hooks_xnnpack.install(patches)
         hooks_serde.install(patches)
         if self._spill:  # after the hook of the same function that it has to come before
             hooks_spill.install(patches, intake.writer, mapper)

@@ -21,7 +21,7 @@ from cas import fsio
 from cas.executorch import seams
 from cas.executorch.blob import StoredBytes
 from cas.executorch.intake import Intake
-from cas.executorch.labels import Label, dtype_name, shape_of
+from cas.executorch.labels import Label, dtype_name, label_named, shape_of
 from cas.executorch.patches import Patches
 
 
@@ -54,18 +54,17 @@ def install(patches: Patches, intake: Intake) -> None:
 
     patches.set(collector, "_write_tensor_storage", write_tensor_storage)
     patches.set(collector, "FileBackedData", CollectedData)
-    _install_labels(patches, intake, collector.CudaWeightCollector)
+    _install_labels(patches, collector.CudaWeightCollector)
 
 
-def _install_labels(patches: Patches, intake: Intake, collector_class: Any) -> None:
+def _install_labels(patches: Patches, collector_class: Any) -> None:
     """Know the tensors by name, type and shape; their keys are all that the program tells."""
     original = collector_class._add_weight
 
     @functools.wraps(original)
     def add_weight(self: Any, entry: Any, *args: Any, **kwargs: Any) -> Any:
         dtype = dtype_name(get_scalar_type(ScalarType(entry.dtype)))
-        label = Label(entry.fqn, dtype, shape_of(entry.sizes))
-        intake.labels.by_key[entry.storage_key] = label
+        label_named(self._store, entry.storage_key, Label(entry.fqn, dtype, shape_of(entry.sizes)))
         return original(self, entry, *args, **kwargs)
 
     patches.set(collector_class, "_add_weight", add_weight)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import torch
+
+#: What `dtype_name` can give.
+NAMES_OF_TYPES: Final = frozenset(
+    str(value).removeprefix("torch.")
+    for value in vars(torch).values()
+    if type(value) is torch.dtype
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +31,6 @@ class Labels:
     def __init__(self) -> None:
         # The object is kept beside its label, so that its id cannot be taken by another one.
         self._by_id: dict[int, tuple[Any, Label]] = {}
-        #: Labels of named data by its key, where the key is not all that is known.
-        self.by_key: dict[str, Label] = {}
 
     def add(self, data: Any, label: Label) -> None:
         # CPython shares the objects of empty and one-byte bytes; they identify nothing.
@@ -34,6 +40,37 @@ class Labels:
     def get(self, data: Any) -> Label | None:
         entry = self._by_id.get(id(data))
         return None if entry is None else entry[1]
+
+
+# --- named data -------------------------------------------------------------------------------
+
+#: Labels of named data by its key, in order (the dicts are sets): equal weights share a key.
+LabelTable: TypeAlias = "dict[str, dict[Label, None]]"
+
+#: Where a store of named data, or what came out of it, keeps its labels: they go where it goes,
+#: since the same key can stand for other tensors in another program.
+_ATTRIBUTE: Final = "_cas_labels"
+
+
+def named_labels(store: Any) -> LabelTable:
+    """The labels of a store of named data, or of its output."""
+    table: LabelTable = vars(store).get(_ATTRIBUTE, {})
+    return table
+
+
+def label_named(store: Any, key: str, label: Label) -> None:
+    """Note which tensor the data under ``key`` came from."""
+    vars(store).setdefault(_ATTRIBUTE, {}).setdefault(key, {})[label] = None
+
+
+def merge_labels(store: Any, table: Mapping[str, Mapping[Label, None]]) -> None:
+    """Add labels to those of a store of named data, or of its output."""
+    for key, labels in table.items():
+        for label in labels:
+            label_named(store, key, label)
+
+
+# --- constants of a program ---------------------------------------------------------------------
 
 
 def label_of_constant(emitter: Any, spec: Any) -> Label | None:
@@ -64,9 +101,14 @@ def _name_of_node(emitter: Any) -> str | None:
     target = getattr(getattr(emitter, "node", None), "target", None)
     if not isinstance(target, str):
         return None
-    signature = getattr(getattr(emitter, "exported_program", None), "graph_signature", None)
+    return name_of_input(getattr(emitter, "exported_program", None), target) or target
+
+
+def name_of_input(program: Any, placeholder: str) -> str | None:
+    """What a program calls the constant that one of its inputs is; None for other inputs."""
+    signature = getattr(program, "graph_signature", None)
     for table in ("inputs_to_parameters", "inputs_to_buffers", "inputs_to_lifted_tensor_constants"):
-        name = getattr(signature, table, {}).get(target)
+        name = getattr(signature, table, {}).get(placeholder)
         if isinstance(name, str):
             return name
-    return target
+    return None

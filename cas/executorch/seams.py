@@ -72,6 +72,18 @@ SEAMS: Final = (
         ("self", "key", "data", "alignment", "external_tag", "tensor_layout"),
     ),
     Seam(
+        "merged named data",
+        NAMED_DATA,
+        "NamedDataStore.merge_named_data_store",
+        ("self", "other"),
+    ),
+    Seam(
+        "finished named data",
+        NAMED_DATA,
+        "NamedDataStore.get_named_data_store_output",
+        ("self",),
+    ),
+    Seam(
         "emitted constants",
         EMITTER,
         "_Emitter._save_new_const_tensor",
@@ -79,7 +91,13 @@ SEAMS: Final = (
     ),
     Seam("emitted delegates", EMITTER, "_Emitter._emit_delegate", ("self", "lowered_module")),
     Seam("emitter hashing", EMITTER, "hashlib.sha256"),
-    Seam("xnnpack constants", NODE_VISITOR, "NodeVisitor", optional=True),
+    Seam(
+        "xnnpack constants",
+        NODE_VISITOR,
+        "NodeVisitor.define_tensor",
+        ("self", "tensor", "xnn_graph"),
+        optional=True,
+    ),
     Seam(
         "lowered modules",
         LOWERED,

@@ -11,7 +11,7 @@ from executorch.exir.schema import Tensor, TensorDataLocation
 from executorch.exir.tensor import get_scalar_type
 
 from cas.executorch.blob import StoredBytes
-from cas.executorch.labels import Label, Labels, dtype_name, shape_of
+from cas.executorch.labels import Label, Labels, dtype_name, named_labels, shape_of
 from cas.executorch.recipes import MAIN, Piece, data_file_name
 from cas.manifest import TensorEntry
 from cas.strictjson import MAX_NAME_CHARS
@@ -22,9 +22,10 @@ def tensor_entries(
 ) -> list[TensorEntry]:
     """Every tensor and named blob of the program, in file order.
 
-    Constants inside the .pte are known by the labels that the emitter's hook left; named data and
-    external tensors by the program's own tables. Bytes that several names share are listed once
-    per name, except for identical constants inside the .pte, of which the first is listed.
+    Constants inside the .pte are known by the labels that the emitter's hook left; named data by
+    those that came with it, or else, as external tensors are, by the program's own tables. Bytes
+    that several names share are listed once per name, except for identical constants inside the
+    .pte, of which the first is listed.
 
     A program that came out of a record brings its own list.
     """
@@ -35,7 +36,7 @@ def tensor_entries(
     places = {name: _Places(pieces) for name, pieces in files.items()}
     found = [
         *_labelled(main, files[main], labels),
-        *_named(program, places, main, labels),
+        *_named(program, places, main),
         *_external(program, places),
     ]
     unique = {(entry.file, entry.offset, entry.name): entry for entry in found}
@@ -66,20 +67,19 @@ def _labelled(file: str, pieces: tuple[Piece, ...], labels: Labels) -> Iterator[
             yield _entry(label, file, piece)
 
 
-def _named(
-    program: Any, places: Mapping[str, _Places], main: str, labels: Labels
-) -> Iterator[TensorEntry]:
+def _named(program: Any, places: Mapping[str, _Places], main: str) -> Iterator[TensorEntry]:
     data = getattr(program, "_named_data", None)
     if data is None:
         return
     tables = {main: data.pte_data}
+    known = named_labels(data)
     tables.update((data_file_name(tag), table) for tag, table in data.external_data.items())
     for file, table in tables.items():
         for key, entry in table.items():
             piece = places[file].find(data.buffers[entry.buffer_index]) if file in places else None
             if piece is not None:
-                known = labels.by_key.get(key)
-                yield _entry(known or _label(key, entry.tensor_layout), file, piece)
+                for label in known.get(key) or (_label(key, entry.tensor_layout),):
+                    yield _entry(label, file, piece)
 
 
 def _external(program: Any, places: Mapping[str, _Places]) -> Iterator[TensorEntry]:

@@ -23,6 +23,7 @@ from cas.executorch.actions.context import ActionContext
 from cas.executorch.actions.dependencies import Dependencies
 from cas.executorch.actions.errors import Unkeyable, Unrecordable
 from cas.executorch.actions.keys import ActionKey, Programs, Specs, action_key
+from cas.executorch.actions.names import Constants
 from cas.executorch.actions.observer import Observed, observing
 from cas.executorch.actions.outcomes import STALE, ActionMismatch
 from cas.executorch.actions.relocation import check_relocatable, relocate
@@ -64,6 +65,10 @@ class _Unit:
     @property
     def label(self) -> str:
         return f"{self.backend.__name__} of {', '.join(self.programs) or 'a program'}"
+
+    def constants(self, key: ActionKey) -> Constants:
+        """The names of weights, if a record may be that of a program with other names."""
+        return None if self.profile.policy.names else key.constants
 
     def shaped(self, results: list[Any]) -> dict[str, list[Any]]:
         """Flat results by method, as the backend would have returned them."""
@@ -199,7 +204,7 @@ class DelegateActions:
         return _Found(results, seconds=record.seconds)
 
     def _thaw(self, unit: _Unit, key: ActionKey, record: ActionRecord) -> list[Any]:
-        thawer = Thawer(self._intake, record)
+        thawer = Thawer(self._intake, record, unit.constants(key))
         results = thawer.thaw()
         if len(results) != sum(map(len, unit.programs.values())):
             raise Unrecordable("it has another number of results")
@@ -283,7 +288,7 @@ class DelegateActions:
             if isinstance(depends, Unrecordable):
                 raise depends
             check_relocatable(unit.profile, results, key.handles)
-            freezer = Freezer(self._intake)
+            freezer = Freezer(self._intake, unit.constants(key))
             result = freezer.freeze(results, key.handles)
             record = ActionRecord(
                 key=key.digest,

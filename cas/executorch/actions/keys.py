@@ -28,14 +28,16 @@ Specs: TypeAlias = "Mapping[str, Sequence[Sequence[Any]]]"
 
 @dataclass(frozen=True, slots=True)
 class ActionKey:
-    """A key, the parts that it was made of, and the debug handles of the programs.
+    """A key, the parts that it was made of, and what it may leave out of the programs.
 
-    ``factors`` are for people (`cas explain`): nothing is decided by them.
+    ``factors`` are for people (`cas explain`): nothing is decided by them. ``handles`` are the
+    debug handles, ``constants`` the names of weights in the order of inputs.
     """
 
     digest: Digest
     factors: Mapping[str, Json]
     handles: tuple[int, ...]
+    constants: tuple[str, ...]
 
 
 def action_key(
@@ -67,7 +69,14 @@ def action_key(
         "weights": {**encoder.named_weights},
         "environment": {**facts},
     }
-    return ActionKey(digest, factors, encoder.handles.in_order)
+    constants = (
+        spec.target
+        for partitions in programs.values()
+        for program in partitions
+        for spec in program.graph_signature.input_specs
+    )
+    names = tuple(name for name in constants if name is not None)
+    return ActionKey(digest, factors, encoder.handles.in_order, names)
 
 
 def combine(

@@ -19,24 +19,31 @@ from executorch.exir.tensor_layout import TensorLayout
 from cas.errors import UsageError
 from cas.executorch.actions.errors import Unrecordable
 from cas.executorch.actions.lowered import content_digest
+from cas.executorch.actions.names import Constants, freeze_labels, thaw_labels
 from cas.executorch.blob import PREFIX, StoredBytes
 from cas.executorch.intake import Intake
+from cas.executorch.labels import merge_labels, named_labels
 from cas.executorch.recipes import MAX_LITERAL
 from cas.manifest import Recipe
 from cas.records import ActionRecord
 from cas.strictjson import Json, as_int, as_list, as_text, require_keys
 
-VERSION: Final = 1
+#: Records of version 1 have no labels.
+VERSION: Final = 2
 MAX_ALIGNMENT: Final = 1 << 31
 _RESULT_KEYS: Final = ("blob", "blob_sha256", "debug_handles", "store")
-_STORE_KEYS: Final = ("buffers", "external", "pte")
+_STORE_KEYS: Final = {
+    1: ("buffers", "external", "pte"),
+    2: ("buffers", "external", "labels", "pte"),
+}
 
 
 class Freezer:
-    """Turns results into JSON that refers to recipes by position."""
+    """Turns results into JSON that refers to recipes by position, and maybe to constants."""
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: Intake, constants: Constants = None) -> None:
         self._intake = intake
+        self._constants = constants
         self.recipes: list[Recipe] = []
         self._positions: dict[Recipe, int] = {}
         self._stores: list[Json] = []
@@ -81,6 +88,7 @@ class Freezer:
         self._stores.append(
             {
                 "buffers": [self._buffer(buffer) for buffer in output.buffers],
+                "labels": freeze_labels(named_labels(output), self._constants),
                 "pte": _freeze_entries(output.pte_data),
                 "external": external,
             }
@@ -158,13 +166,15 @@ def _freeze_entries(table: Mapping[str, Any]) -> list[Json]:
 class Thawer:
     """Makes results of a record. The writer of ``intake`` protects the record's chunks."""
 
-    def __init__(self, intake: Intake, record: ActionRecord) -> None:
+    def __init__(self, intake: Intake, record: ActionRecord, constants: Constants = None) -> None:
         self._intake = intake
+        self._constants = constants
         self._recipes = record.recipes
         self._document = require_keys(
             record.result, ("handles", "results", "stores", "version"), "a result"
         )
-        if as_int(self._document["version"], "the version") != VERSION:
+        self._version = as_int(self._document["version"], "the version")
+        if self._version not in _STORE_KEYS:
             raise UsageError("the result is of another version of cas")
 
     def handles(self) -> tuple[int, ...]:
@@ -199,7 +209,7 @@ class Thawer:
         )
 
     def _store(self, value: Any) -> Any:
-        entry = require_keys(value, _STORE_KEYS, "named data")
+        entry = require_keys(value, _STORE_KEYS[self._version], "named data")
         buffers = []
         for item in as_list(entry["buffers"], "buffers"):
             position, digest = _pair(item, "a buffer")
@@ -208,7 +218,9 @@ class Thawer:
         for item in as_list(entry["external"], "external data"):
             tag, table = _pair(item, "external data")
             external[as_text(tag, "a tag")] = _thaw_entries(table, len(buffers))
-        return NamedDataStoreOutput(buffers, _thaw_entries(entry["pte"], len(buffers)), external)
+        output = NamedDataStoreOutput(buffers, _thaw_entries(entry["pte"], len(buffers)), external)
+        merge_labels(output, thaw_labels(entry.get("labels", []), self._constants))
+        return output
 
     def _data(self, position: Any, sha256: Any) -> bytes | StoredBytes:
         """Small data in memory, and the rest where it is."""

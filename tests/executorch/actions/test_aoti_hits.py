@@ -60,6 +60,17 @@ def run(cuda_exports: Path, out: Path, *names: str, recheck: float = 0.0) -> Any
     return json.loads((out / "report.json").read_text())
 
 
+def assert_same_tensors(store: Path, name: str) -> None:
+    """Of the export that recorded and the one that was given it: names, types and shapes, too."""
+    with cas.Store.open(store, read_only=True) as opened:
+        recorded, hit = (opened.manifest(f"{name}@{generation}").tensors for generation in (1, 2))
+    assert hit == recorded
+    weights = [entry for entry in hit if entry.file.endswith(".ptd")]
+    assert len(weights) > 3
+    assert {entry.dtype for entry in weights} == {"float32"}
+    assert None not in {entry.shape for entry in weights}
+
+
 def test_a_hit_compiles_nothing_and_gives_the_recorded_files(
     cuda_exports: Path, tmp_path: Path
 ) -> None:
@@ -70,6 +81,7 @@ def test_a_hit_compiles_nothing_and_gives_the_recorded_files(
         assert found["hits"] == 1  # both methods in one action, for the backend compiles them so
         expected = contents(cuda_exports / "stock" / name)
         assert contents(tmp_path / "first" / name) == expected
+        assert_same_tensors(tmp_path / "store", name)
     assert (first[TUNED]["compiles"], first[TUNED]["misses"]) == (1, {"absent": 1})
     # Tuning does not give the same bytes twice, so a hit gives those of the run that recorded it.
     second = run(cuda_exports, tmp_path / "second", TUNED)

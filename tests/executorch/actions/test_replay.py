@@ -6,6 +6,7 @@ import copy
 import hashlib
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from cas.executorch.actions.errors import Unrecordable
 from cas.executorch.actions.replay import Freezer, Thawer
 from cas.executorch.blob import StoredBytes
 from cas.executorch.intake import Intake
+from cas.executorch.labels import Label, label_named, named_labels
 from cas.records import ActionRecord
 
 KEY = cas.Digest.of(b"key")
@@ -36,12 +38,16 @@ def result(blob: bytes = b"blob", **changes: Any) -> PreprocessResult:
         {"one": DataEntry(0, 16, None), "two": DataEntry(1, 32, layout)},
         {"tag": {"three": DataEntry(1, 1, None)}},
     )
+    label_named(store, "two", Label("a.weight", "float32", (2, 3)))
+    label_named(store, "two", Label("b.weight"))
+    label_named(store, "three", Label("a_weight_fused_bn", "int8", ()))
+    label_named(store, "three", Label("a.weight.scale", "float32", (3,)))
     fields = {"debug_handle_map": {1: (2, 3)}, "data_store_output": store, **changes}
     return PreprocessResult(blob, **fields)
 
 
-def frozen(intake: Intake, *results: Any) -> ActionRecord:
-    freezer = Freezer(intake)
+def frozen(intake: Intake, *results: Any, constants: Any = None) -> ActionRecord:
+    freezer = Freezer(intake, constants)
     document = freezer.freeze(results, [4, 5])
     return ActionRecord(KEY, "delegate", {}, document, tuple(freezer.recipes))
 
@@ -117,6 +123,53 @@ def test_what_is_no_bytes_numbers_or_names_is_refused(
         frozen(intake, broken)
 
 
+# --- labels -------------------------------------------------------------------------------------
+
+
+def test_labels_come_back_as_they_were(intake: Intake) -> None:
+    given = result()
+    (thawed,) = Thawer(intake, frozen(intake, given)).thaw()
+    assert named_labels(thawed.data_store_output) == named_labels(given.data_store_output)
+    assert len(named_labels(given.data_store_output)) == 2
+
+
+def test_where_names_are_in_no_key_labels_get_those_of_the_program_that_asks(
+    intake: Intake,
+) -> None:
+    given = result()
+    label_named(given.data_store_output, "one", Label("made_up"))
+    record = frozen(intake, given, constants=("a.weight", "b.weight", "a.w"))
+    (thawed,) = Thawer(intake, record, ("x.y.kernel", "other", "x.k")).thaw()
+    assert named_labels(thawed.data_store_output) == {
+        "two": {Label("x.y.kernel", "float32", (2, 3)): None, Label("other"): None},
+        "three": {
+            Label("x_y_kernel_fused_bn", "int8", ()): None,
+            Label("x.y.kernel.scale", "float32", (3,)): None,
+        },
+    }
+
+
+@pytest.mark.parametrize("position", [-1, 2, True, "0", None])
+def test_a_label_of_a_constant_that_the_program_has_not_is_refused(
+    intake: Intake, position: Any
+) -> None:
+    record = frozen(intake, result(), constants=("a.weight", "b.weight"))
+    document = copy.deepcopy(record.result)
+    set_at(("stores", 0, "labels", 0, 1, 0, 0, 0), position)(document)
+    with pytest.raises(UsageError):
+        Thawer(intake, replace(record, result=document), ("a.weight", "b.weight")).thaw()
+
+
+def test_a_record_of_before_there_were_labels_is_read(intake: Intake) -> None:
+    record = frozen(intake, result())
+    document: Any = copy.deepcopy(record.result)
+    document["version"] = 1
+    del document["stores"][0]["labels"]
+    (thawed,) = Thawer(intake, replace(record, result=document), ("a.weight",)).thaw()
+    assert differences([result()], [thawed], exact=True) == []
+    assert named_labels(thawed.data_store_output) == {}
+
+
 # --- hostile records ----------------------------------------------------------------------------
 
 
@@ -130,7 +183,7 @@ def set_at(path: tuple[Any, ...], value: Any) -> Callable[[Any], None]:
 
 
 HOSTILE = {
-    "version": set_at(("version",), 2),
+    "version": set_at(("version",), 3),
     "no results": set_at(("results",), None),
     "blob out of range": set_at(("results", 0, "blob"), 99),
     "blob negative": set_at(("results", 0, "blob"), -1),
@@ -148,6 +201,17 @@ HOSTILE = {
     "dim order that is none": set_at(("stores", 0, "pte", 1, 3), [6, [2, 3], [0, 0]]),
     "extra key": set_at(("stores", 0, "code"), "import os"),
     "no handles": set_at(("handles",), {}),
+    "labels of an older record": set_at(("version",), 1),
+    "labels by name": set_at(("stores", 0, "labels"), {"two": []}),
+    "label of no key": set_at(("stores", 0, "labels", 0, 0), 2),
+    "label without a type": set_at(("stores", 0, "labels", 0, 1, 0), ["weight", [2, 3]]),
+    "label of no type": set_at(("stores", 0, "labels", 0, 1, 0, 1), "os.system"),
+    "label of a list of types": set_at(("stores", 0, "labels", 0, 1, 0, 1), ["float32"]),
+    "shape that is none": set_at(("stores", 0, "labels", 0, 1, 0, 2), [2, -3]),
+    "shape of many sizes": set_at(("stores", 0, "labels", 0, 1, 0, 2), [1] * 65),
+    "name of a number": set_at(("stores", 0, "labels", 0, 1, 0, 0), 1),
+    "name without end": set_at(("stores", 0, "labels", 0, 1, 0, 0), "n" * 5000),
+    "position in place of a name": set_at(("stores", 0, "labels", 0, 1, 0, 0), [0, False, ""]),
 }
 
 
