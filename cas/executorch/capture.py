@@ -20,6 +20,7 @@ from cas.executorch import (
     hooks_dynamo,
     hooks_emitter,
     hooks_named_data,
+    hooks_provenance,
     hooks_serde,
     hooks_spill,
     hooks_xnnpack,
@@ -128,6 +129,7 @@ class Capture:
         hooks_cuda.install(patches, intake)
         hooks_xnnpack.install(patches)
         hooks_serde.install(patches)
+        hooks_provenance.install(patches)
         if self._spill:  # after the hook of the same function that it has to come before
             hooks_spill.install(patches, intake.writer, mapper)
 

@@ -53,6 +53,7 @@ CORD: Final = "executorch.exir._serialize._cord"
 PROGRAM: Final = "executorch.exir.program._program"
 DYNAMO: Final = "torch._dynamo.variables.builder"
 DYNAMO_UTILS: Final = "torch._dynamo.utils"
+FX_TRACEBACK: Final = "torch.fx.traceback"
 SERDE: Final = "executorch.exir.serde.export_serialize"
 EXPORT: Final = "torch.export._trace"
 DUPLICATES: Final = "executorch.exir.backend.canonical_partitioners.duplicate_constant_node_pass"
@@ -148,6 +149,8 @@ SEAMS: Final = (
     Seam("export entry", EXPORT, "_export", ("mod", "args")),
     Seam("moved storages", "torch", "UntypedStorage._swap_data_ptr_"),
     Seam("serialized programs", SERDE, "EnumEncoder.default", ("self", "obj")),
+    Seam("node histories", FX_TRACEBACK, "NodeSource.NodeInfo.__init__", ("self", "name")),
+    Seam("node history actions", FX_TRACEBACK, "NodeSourceAction"),
     Seam("dynamo marks", DYNAMO_UTILS, "copy_dynamo_tensor_attributes", ("src", "dst")),
     Seam("inductor buffers", COMPILE_FX, "_unlift_graph", ("mod", "gm", "graph_signature")),
     Seam("inductor clones", COMPILE_FX, "clone_preserve_strides", ("x",)),

@@ -25,6 +25,7 @@ from export_models import mlp
 from safetensors.torch import save_file
 from torch._dynamo.variables import builder
 from torch.export import ExportedProgram, _trace, export
+from torch.fx.traceback import NodeSource
 
 import cas
 from cas import verify
@@ -48,6 +49,7 @@ PATCHED = [
     (builder, "_clone_input"),
     (_trace, "_export"),
     (export_serialize.EnumEncoder, "default"),
+    (NodeSource, "__deepcopy__"),
 ]
 
 
