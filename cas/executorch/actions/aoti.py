@@ -16,7 +16,7 @@ import torch
 from cas.digest import Digest
 from cas.executorch.actions.errors import Unkeyable
 from cas.executorch.actions.facts import shown
-from cas.executorch.actions.sources import code_digest
+from cas.executorch.actions.objects import ObjectEncoder
 from cas.executorch.actions.stream import Stream
 
 #: Functions of the user's that change what Inductor makes; torch keeps them out of its snapshot.
@@ -92,7 +92,7 @@ def _check_passes(config: Any) -> None:
 
 
 def _foreign_lowerings() -> str:
-    """Lowerings that are not torch's own, by their code."""
+    """Lowerings that are not torch's own, by their code and what it refers to."""
     module = sys.modules.get("torch._inductor.lowering")
     if module is None:
         return "none"
@@ -100,14 +100,22 @@ def _foreign_lowerings() -> str:
     count = 0
     for operator, function in getattr(module, "lowerings", {}).items():
         inner = _unwrapped(function)
-        if str(getattr(inner, "__module__", "torch")).split(".", 1)[0] == "torch":
+        if _written_in(inner).split(".", 1)[0] == "torch":
             continue
         if not hasattr(inner, "__code__"):
             raise Unkeyable(f"the lowering of {operator} is no plain function")
         count += 1
+        encoder = ObjectEncoder()
+        encoder.put(inner)
         stream.put_text(b"lo", str(operator))
-        stream.put(b"lc", code_digest(inner))
+        stream.put(b"lc", encoder.stream.digest())
     return str(stream.digest()) if count else "none"
+
+
+def _written_in(function: Any) -> str:
+    """The module; what a function says of itself may be copied from another one."""
+    scope = getattr(function, "__globals__", {})
+    return str(scope.get("__name__", getattr(function, "__module__", "torch")))
 
 
 def _unwrapped(function: Any) -> Any:

@@ -53,6 +53,9 @@ _OVERWRITTEN: Final = {
     "executorch.backends.xnnpack.partition.config.gemm_configs.AddmmConfig": frozenset(
         {"src_partitions"}
     ),
+    "executorch.exir.pass_base._ExportPassBase": frozenset(
+        {"fake_tensor_mode", "interpreter", "node_debug_str", "tracer"}
+    ),
     "executorch.exir.passes.memory_planning_pass.MemoryPlanningPass": frozenset(
         {"enable_non_cpu_memory_planning", "state"}
     ),

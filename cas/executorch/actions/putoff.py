@@ -90,7 +90,7 @@ class Lowering:
         self._real: Any = None
         self._seen = False
         self._served: list[tuple[Any, _Slot]] = []
-        self._work = Work(request.partitioner_digest(), key.inputs)
+        self._work = Work(request.workers_digest(), key.inputs)
         self._flights = _Flights(exports)
 
     def take_off(self, key: Digest) -> None:
@@ -249,14 +249,14 @@ class _Flights:
 class Work:
     """What was done for one export so far.
 
-    ``partitioner`` and ``inputs`` are what the partitioners, and the programs without their
+    ``workers`` and ``inputs`` are what the partitioners and passes, and the programs without their
     weights, were at the start, ``backends`` those that got a part of it, ``relied`` are the
     dependencies of the delegates in it, recorded or fresh, ``flaws`` why it cannot be done again
     from a record.
     """
 
-    def __init__(self, partitioner: Digest, inputs: Digest) -> None:
-        self.partitioner = partitioner
+    def __init__(self, workers: Digest, inputs: Digest) -> None:
+        self.workers = workers
         self.inputs = inputs
         self.seconds = 0.0
         self.backends: set[str] = set()

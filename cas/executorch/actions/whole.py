@@ -211,8 +211,8 @@ class WholeExports:
         for backend in sorted(work.backends):
             if not lowering.knows(backend):
                 raise Unrecordable(f"delegates of {backend}, which no partitioner names")
-        if request.partitioner_digest() != work.partitioner:
-            raise Unrecordable("the export changes its partitioner")
+        if request.workers_digest() != work.workers:
+            raise Unrecordable("the export changes its partitioners or passes")
         if inputs_digest(request) != work.inputs:
             # As code does that asks whether a symbolic size is a certain number: what is lowered
             # next finds another program, and would not if this were put off.

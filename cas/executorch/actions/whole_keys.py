@@ -72,19 +72,19 @@ class Request:
     def label(self) -> str:
         return f"export of {', '.join(map(str, self.programs)) or 'nothing'}"
 
-    def partitioner_digest(self) -> Digest:
-        """What the partitioners are now.
+    def workers_digest(self) -> Digest:
+        """What the partitioners and passes are now.
 
         Raises:
             Unkeyable
         """
         encoder = ObjectEncoder()
-        encoder.put(self.partitioner)
+        encoder.put([self.partitioner, self.transform_passes])
         return encoder.stream.digest()
 
     def is_compiled_by_aoti(self) -> bool:
         """Whether AOTInductor may be part of it, which does not make the same bytes twice."""
-        return any(backends.profile_of(backend).aoti for backend in _backends(self))
+        return any(backends.profile_of(backend).aoti for backend, _ in _backends(self))
 
     def partitioners(self) -> Iterator[Any]:
         lists = self.partitioner
@@ -254,8 +254,13 @@ def environment(request: Request, named: Iterable[str] = ()) -> dict[str, str]:
     found["sources: executorch/exir"] = tree_digest(exir).hex()
     found["torch: decompositions of the user's"] = _foreign_decompositions()
     found = drift.FACTS.rebase(found)
-    for backend in _backends(request, named):
-        own = {**backends.fixed_facts(backend), **backends.ambient_facts(backend)}
+    for backend, is_named in _backends(request, named):
+        try:
+            own = {**backends.fixed_facts(backend), **backends.ambient_facts(backend)}
+        except Unkeyable:
+            if is_named:
+                raise
+            continue  # nothing is kept if it gets a part after all
         for name, value in drift.FACTS.rebase(own).items():
             shared = not name.startswith("backend: ")
             found[name if shared else f"{name} of {backend.__name__}"] = value
@@ -275,13 +280,17 @@ def _foreign_decompositions() -> str:
     return " ".join(sorted(found)) or "none"
 
 
-def _backends(request: Request, named: Iterable[str] = ()) -> list[Any]:
-    """The backends that the partitioners are for; all that are loaded, if one does not tell."""
+def _backends(request: Request, named: Iterable[str] = ()) -> list[tuple[Any, bool]]:
+    """The backends that the partitioners are for, and whether they name them.
+
+    If one does not tell, they are all that are loaded.
+    """
     loaded = {backend.__name__: backend for backend in BackendDetails.__subclasses__()}
-    wanted = {name for name in named if name in loaded}
+    wanted = dict.fromkeys((name for name in named if name in loaded), True)
     for partitioner in request.partitioners():
         name = getattr(getattr(partitioner, "delegation_spec", None), "backend_id", None)
-        if not isinstance(name, str) or name not in loaded:
-            return [loaded[known] for known in sorted(loaded)]
-        wanted.add(name)
-    return [loaded[name] for name in sorted(wanted)]
+        if isinstance(name, str) and name in loaded:
+            wanted[name] = True
+        else:
+            wanted = {**dict.fromkeys(loaded, False), **wanted}
+    return [(loaded[name], wanted[name]) for name in sorted(wanted)]

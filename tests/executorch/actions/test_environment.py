@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ from action_backends import Plain
 from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
 
 from cas.errors import UsageError
-from cas.executorch.actions import backends, dependencies, facts, observer, places, sources
+from cas.executorch.actions import aoti, backends, dependencies, facts, observer, places, sources
 from cas.executorch.actions.cache import FILE_CLOCK
 from cas.executorch.actions.dependencies import Dependencies
 from cas.executorch.actions.drift import Drift
@@ -92,6 +93,27 @@ def test_a_replaced_method_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
         found = backends.ambient_facts(Plain)["backend: code"]
         assert found != before
         before = found
+
+
+SCALE = 1
+
+
+def lowering(x: Any) -> Any:
+    return x, SCALE
+
+
+def test_a_lowering_of_the_users_is_a_fact_with_what_it_refers_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registry = types.SimpleNamespace(lowerings={"torch's": torch.relu})
+    monkeypatch.setitem(sys.modules, "torch._inductor.lowering", registry)
+    found = [aoti._foreign_lowerings()]
+    registry.lowerings["the user's"] = functools.wraps(torch.nn.functional.relu)(lowering)
+    del registry.lowerings["the user's"].__wrapped__
+    found.append(aoti._foreign_lowerings())
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 2)
+    found.append(aoti._foreign_lowerings())
+    assert found[0] == "none" and len(set(found)) == 3
 
 
 # --- sources ------------------------------------------------------------------------------------
