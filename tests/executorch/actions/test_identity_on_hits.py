@@ -46,7 +46,7 @@ def digests(directory: Path) -> dict[str, str]:
 
 
 def moved_package(target: Path) -> Path:
-    """ExecuTorch once more, at another path."""
+    """ExecuTorch once more, at another path, with what says that it was installed there."""
     source = Path(next(iter(executorch.__path__)))
 
     def link(old: str, new: str) -> str:
@@ -58,6 +58,8 @@ def moved_package(target: Path) -> Path:
 
     ignored = shutil.ignore_patterns("__pycache__", "examples")
     shutil.copytree(source, target / "executorch", copy_function=link, ignore=ignored)
+    for metadata in source.parent.glob("executorch-*.dist-info"):
+        shutil.copytree(metadata, target / metadata.name)
     return target
 
 
@@ -119,6 +121,12 @@ def test_files_on_hits_are_those_of_the_first_export(
         assert second["keys"] == first["keys"]
         assert second["maps"] == first["maps"]
         assert digests(tmp_path / "replayed" / name) == digests(tmp_path / "recorded" / name)
+    with cas.Store.open(moved) as store:
+        for name in REPLAYED:  # which weight lies where, too
+            recorded_tensors, replayed_tensors = (
+                store.manifest(f"{name}@{generation}").tensors for generation in (1, 2)
+            )
+            assert replayed_tensors == recorded_tensors != ()
     assert len(digests(tmp_path / "replayed" / "mlp_xnnpack_two_tags")) == 3
     assert len(recorded["methods_xnnpack"]["keys"]) >= 3
     check_factors(factors)
