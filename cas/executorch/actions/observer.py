@@ -70,6 +70,7 @@ def observing(started: int) -> Iterator[Observed]:
     with _lock:
         _install()
         _active.append(observed)
+        observer_environ.forget()
     try:
         observed.replaced = not observer_environ.is_watchable()
         yield observed

@@ -63,6 +63,14 @@ class _Copying(threading.local):
 
 
 _copying: Final = _Copying()
+#: Variables that were passed on already, and the code that has read them: by ``id()``, since code
+#: is slow to hash.
+_noted: Final[dict[tuple[str, int], types.CodeType]] = {}
+
+
+def forget() -> None:
+    """Pass on everything again, for somebody who watches from now on."""
+    _noted.clear()
 
 
 def install(reads: Reads) -> None:
@@ -114,6 +122,12 @@ def _note(reads: Reads, name: Any) -> None:
             expected.popleft()
             return
         expected.clear()
+    if frame is not None:
+        code = frame.f_code
+        if (text, id(code)) in _noted:
+            return
+        if not _is_stdlib(_module(frame)):  # else it depends on who has called
+            _noted[text, id(code)] = code
     looked_for = _looked_for(frame) if text == "PATH" else None
     if looked_for is not None:
         reads.program(looked_for)

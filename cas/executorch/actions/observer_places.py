@@ -10,6 +10,7 @@ import errno
 import functools
 import os
 import pathlib
+import posixpath
 import stat
 import sys
 import types
@@ -28,6 +29,13 @@ _ABILITIES: Final[tuple[set[Any], ...]] = (
     os.supports_effective_ids,
     os.supports_fd,
     os.supports_follow_symlinks,
+)
+#: The code that looks at each directory on the way to a file, thousands of times; by ``id()``,
+#: since code is slow to hash.
+_RESOLVING: Final = frozenset(
+    id(getattr(posixpath, name).__code__)
+    for name in ("_joinrealpath", "realpath")
+    if hasattr(posixpath, name)
 )
 #: Where paths are looked up for somebody else.
 _MACHINERY: Final = frozenset(
@@ -119,6 +127,8 @@ def _set(name: str, function: Any) -> None:
 def _watched(original: Any, looked: Callable[[str, str], None]) -> Any:
     @functools.wraps(original)
     def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(sys._getframe(1).f_code) in _RESOLVING:
+            return original(path, *args, **kwargs)
         try:
             result = original(path, *args, **kwargs)
         except OSError as error:
@@ -141,8 +151,6 @@ def _tell(looked: Callable[[str, str], None], path: Any, options: dict[str, Any]
 
 def is_unimportant(frame: types.FrameType | None) -> bool:
     """Whether the code at ``frame`` looks for files that are no inputs."""
-    if frame is not None and frame.f_code.co_name == "_joinrealpath":
-        return True  # each directory on the way to a file
     frame = _outside(frame)
     if frame is None:
         return False

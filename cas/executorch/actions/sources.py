@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import stat
 import sys
 import types
 from collections.abc import Iterator
@@ -32,18 +33,20 @@ _SETTLED: Final = frozenset(
     }
 )
 
+#: While a compile is watched, the one in `os` takes down who looks at what.
+_stat: Final = os.stat
 _SKIPPED: Final = frozenset({"__pycache__", "test", "tests"})
 
 
 def file_digest(path: str) -> Digest | None:
     """The digest of a regular file, remembered while its times and size stay; None without one."""
     try:
-        stat = os.stat(path)
+        found = _stat(path)
     except OSError:
         return None
-    if not os.path.isfile(path):
+    if not stat.S_ISREG(found.st_mode):
         return None
-    return _digest(path, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    return _digest(path, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 @functools.lru_cache(maxsize=8192)
