@@ -116,8 +116,10 @@ def _spill_programs(cap: Capture, methods: Mapping[str, Method], progress: Progr
 
 def _warn_of_weights_inside(manifest: Manifest, program: str) -> None:
     """Not every backend, and not every kind of weight, heeds the wish for a file of its own."""
-    inside = sum(tensor.nbytes for tensor in manifest.tensors if tensor.file == program)
-    total = sum(tensor.nbytes for tensor in manifest.tensors)
+    # Equal weights lie in one place.
+    sizes = {(tensor.file, tensor.offset): tensor.nbytes for tensor in manifest.tensors}
+    inside = sum(nbytes for (file, _), nbytes in sizes.items() if file == program)
+    total = sum(sizes.values())
     if 2 * inside > total:
         log.warning(
             "%d of %d bytes of weights stayed in %s: the backend does not put them into a file "
