@@ -18,7 +18,7 @@ from cas.executorch.actions.weights import StorageDigests
 from cas.strictjson import Json
 
 #: Change it with anything about how keys are made: older records are then no longer found.
-SCHEMA: Final = "cas action key 1"
+SCHEMA: Final = "cas action key 2"
 
 #: Facts about the environment, by name. Text only, so that a person can compare two of them.
 Facts: TypeAlias = "Mapping[str, str]"
