@@ -56,10 +56,14 @@ def seed() -> int:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def the_usual_umask() -> Iterator[None]:
-    """What tests and their processes create, others can read, whoever runs them."""
+def as_an_ordinary_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The usual umask, a home that can be written, and a name, whoever runs the tests."""
     before = os.umask(0o022)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        for name in ("USER", "LOGNAME"):
+            patch.setenv(name, "an-ordinary-user")
+        yield
     os.umask(before)
 
 

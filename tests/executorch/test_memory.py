@@ -18,7 +18,7 @@ WEIGHTS = LAYERS * WIDTH * WIDTH * 4
 #: Exports weights that are mapped from a file, and prints the peak of the anonymous memory over
 #: what an equal export of a tiny model leaves behind.
 SCRIPT = """
-import json, sys, threading, time, torch
+import ctypes, json, sys, threading, time, torch
 from pathlib import Path
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
@@ -28,6 +28,9 @@ from cas.executorch import capture
 
 folder, kind, backend, strict, captured = Path(sys.argv[1]), *map(json.loads, sys.argv[2:])
 layers, width = {layers}, {width}
+# On every machine the same: two threads, and pages of the usual size (PR_SET_THP_DISABLE).
+torch.set_num_threads(2)
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)
 
 def anonymous():
     for line in Path("/proc/self/status").read_text().splitlines():

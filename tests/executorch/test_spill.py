@@ -206,7 +206,7 @@ def test_zeros_are_a_hole_in_the_file(store: cas.Store, tmp_path: Path) -> None:
 #: the anonymous memory, over what an equal export of a tiny model leaves behind: that of a run
 #: that loads from a checkpoint, and that of a model in memory from the spill on.
 SCRIPT = """
-import json, sys, threading, torch
+import ctypes, json, sys, threading, torch
 from pathlib import Path
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import to_edge_transform_and_lower
@@ -217,6 +217,9 @@ from cas.executorch import capture
 from cas.torch import load_into
 
 folder = Path(sys.argv[1])
+# On every machine the same: two threads, and pages of the usual size (PR_SET_THP_DISABLE).
+torch.set_num_threads(2)
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)
 
 def anonymous():
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -306,7 +309,8 @@ def test_neither_a_streamed_nor_a_spilled_model_takes_memory(tmp_path: Path) -> 
     weights, zeros = 128 << 20, 64 << 20
     assert found["moved"] == weights + zeros
     assert found["identical"]
-    # What is left is some buffers of a chunk, and the graph: about 40 MiB whatever the weights.
-    # The cache is in memory from when it is made until it is exported.
-    assert found["streamed"] < zeros + 0.4 * weights
-    assert found["spilled"] < 0.4 * weights
+    # What is left is some buffers of a chunk, and the graph: about 40 MiB whatever the weights; a
+    # second copy of these would be all 128. The cache is in memory from when it is made until it is
+    # exported.
+    assert found["streamed"] < zeros + 0.6 * weights
+    assert found["spilled"] < 0.6 * weights
