@@ -77,12 +77,19 @@ def check_space(directory: Path, recipes: Mapping[str, Recipe]) -> None:
 
 
 def _explain(
-    error: NoSpace, directory: Path, recipes: Mapping[str, Recipe], context: Context
+    error: NoSpace,
+    directory: Path,
+    recipes: Mapping[str, Recipe],
+    context: Context,
+    published: int,
 ) -> None:
     """Say of a disk that filled up meanwhile what the files need, without what was begun."""
     error.needed = sum(_stored_bytes(recipe) for recipe in recipes.values())
     error.remaining = None
-    error.kept = f"nothing in the store was lost, and no file in {directory} was changed"
+    changed = f"no file in {directory} was changed"
+    if published:
+        changed = f"{published} of {len(recipes)} files in {directory} were changed"
+    error.kept = f"nothing in the store was lost, and {changed}"
     with contextlib.suppress(OSError):
         error.free = filesystems.free_bytes(directory)
         if os.stat(directory).st_dev != os.stat(context.layout.root).st_dev:
@@ -101,6 +108,8 @@ class Assembly:
         self._pool = pool
         self._buffers = context.buffers
         self._written: list[tuple[Path, Path]] = []
+        #: How many files have their names.
+        self.published = 0
 
     def write(self, name: str, recipe: Recipe, *, verify: bool = True) -> None:
         """Write one file under a temporary name, durably.
@@ -148,6 +157,7 @@ class Assembly:
                     fsio.rename(temporary, target)
                 except IsADirectoryError:
                     raise PermissionRefused(target, "replace", "it is a directory") from None
+                self.published += 1
             fsio.sync_path(self._directory)
         return [target for _, target in self._written]
 
@@ -249,7 +259,7 @@ def assembling(
         except NoSpace as error:
             assembly.discard()
             if error.path.parent == directory:
-                _explain(error, directory, recipes, context)
+                _explain(error, directory, recipes, context, assembly.published)
             raise
         finally:
             assembly.discard()

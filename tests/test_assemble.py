@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cas import Recipe, Store
+from cas import Recipe, Store, fsio
 from cas.digest import Digest
 from cas.errors import (
     Busy,
@@ -232,6 +233,25 @@ def test_an_interrupt_leaves_nothing_behind(store: Store, root: Path) -> None:
         store.assemble("m", root / "out", progress=Impatient())
     assert tree(root / "out") == {}
     assert list(store.context.layout.leases.iterdir()) == []
+
+
+def test_a_full_disk_between_two_names_says_that_one_of_them_was_given(
+    store: Store, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fsio.rename
+
+    def rename(source: Path, target: Path) -> None:
+        if target == root / "out" / "g":
+            raise OSError(errno.ENOSPC, "no space", str(source))
+        real(source, target)
+
+    with store.writer() as writer:
+        writer.commit("two", {"f": writer.put(b"one"), "g": writer.put(b"other")})
+    monkeypatch.setattr(fsio, "rename", rename)
+    with pytest.raises(NoSpace) as caught:
+        store.assemble("two", root / "out")
+    assert f"1 of 2 files in {root / 'out'} were changed" in str(caught.value)
+    assert list(tree(root / "out")) == ["f"]
 
 
 def test_progress_adds_up_to_the_size(store: Store, root: Path) -> None:
