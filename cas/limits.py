@@ -61,6 +61,8 @@ class SizeLimit:
         limit = config.max_size.on(self.context.layout.root)
         size, stuck = self._look()
         if size <= max(limit, self._enough):
+            if replaced and stuck.policy:  # when it does not fit any more, this can be dropped
+                reconsider(self.context)
             return
         if replaced:
             stuck = reconsider(self.context)

@@ -16,6 +16,7 @@ from cas import Store, gc, ingest
 from cas.errors import StoreDamaged, UsageError
 from cas.index import Stuck
 from cas.limits import LONGEST, SHORTEST, SizeLimit, reconsider
+from cas.retention import Policy
 from cas.testing import Child
 from cas.testing.damage import truncate
 from cas.testing.processes import children
@@ -287,6 +288,18 @@ def test_it_is_looked_at_again_when_something_became_old(
     commit(store, "big", contents(2, 100))
     assert len(looks) == 1 and names(store) == ["big@2", "small@1"]
     assert size(store) < 200
+
+
+def test_it_is_looked_at_again_when_something_became_old_while_all_fitted(
+    stuck: Callable[[float], Store], looks: list[float]
+) -> None:
+    store = stuck(1e9 + 1)
+    gc.execute(store, gc.plan(store, policy=Policy(max_bytes=100, include_current=True)))
+    commit(store, "a", contents(2, 4 * CHUNK))
+    commit(store, "a", contents(3, 4 * CHUNK))
+    assert looks == []
+    commit(store, "b", contents(4, 4 * CHUNK))
+    assert len(looks) == 1 and names(store) == ["a@2", "b@1", "small@1"]
 
 
 def test_it_is_looked_at_again_when_the_rules_are_others(
