@@ -406,12 +406,15 @@ def make_parents(path: Path, mode: int = 0o777) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove an empty directory; one that is gone, or not empty any more, is left as it is."""
+    """Remove an empty directory; one that is gone, or not empty any more, is left as it is.
+
+    So is a link to one.
+    """
     step("rmdir", path)
     try:
         os.rmdir(path)
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
 
 

@@ -184,6 +184,16 @@ def test_what_a_kill_leaves_of_a_removed_name_is_gcs_and_in_nobodys_way(store: S
     assert not store.context.layout.ref_dir("a").exists()
 
 
+def test_a_name_that_is_a_link_to_an_empty_directory_is_left_alone_by_gc(
+    store: Store, tmp_path: Path
+) -> None:
+    link = store.context.layout.ref_dir("elsewhere")
+    link.symlink_to(tmp_path, target_is_directory=True)
+    commit(store, "a", b"1")
+    assert collect(store).problems == ()
+    assert link.is_symlink() and [str(ref) for ref in store.refs()] == ["a@1"]
+
+
 def test_a_generation_that_cannot_be_renamed_on_a_full_disk_is_removed_all_the_same(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
