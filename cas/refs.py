@@ -11,7 +11,7 @@ import contextlib
 import difflib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,12 +86,16 @@ def strangers(layout: Layout) -> list[str]:
 
 def generations(layout: Layout, name: str) -> list[int]:
     """The generations of ``name``, rising; empty if there is no such name."""
-    return sorted(g for g in map(parse_generation, _entries(layout, name)) if g is not None)
+    return _generations(_entries(layout, name))
 
 
-def buried(layout: Layout, name: str) -> list[int]:
-    """Generations of ``name`` that were removed and whose numbers are kept, rising."""
-    return sorted(g for g in map(parse_buried, _entries(layout, name)) if g is not None)
+def _generations(entries: Iterable[str]) -> list[int]:
+    return sorted(g for g in map(parse_generation, entries) if g is not None)
+
+
+def _buried(entries: Iterable[str]) -> list[int]:
+    """Generations that were removed and whose numbers are kept."""
+    return sorted(g for g in map(parse_buried, entries) if g is not None)
 
 
 def _entries(layout: Layout, name: str) -> list[str]:
@@ -188,8 +192,8 @@ def create(layout: Layout, name: str, manifest: Digest, *, temporary: Path, mode
     try:
         fsio.make_directory(directory, modes.directory)
         fsio.sync_path(layout.refs)
-        used = [*generations(layout, name), *buried(layout, name)]
-        generation = max(used, default=0) + 1
+        entries = _entries(layout, name)
+        generation = max([*_generations(entries), *_buried(entries)], default=0) + 1
         if generation > MAX_GENERATION:
             raise Refused(f"{name} has no generation left; remove its highest one")
         while not fsio.link_exclusive(temporary, layout.ref(name, generation)):
@@ -208,11 +212,13 @@ def remove(layout: Layout, ref: RefId) -> bool:
     """
     path = layout.ref(ref.name, ref.generation)
     target = layout.buried(ref.name, ref.generation)
-    known, numbers = generations(layout, ref.name), buried(layout, ref.name)
+    entries = _entries(layout, ref.name)  # read once: a name can have many
+    known, numbers = _generations(entries), _buried(entries)
+    others = [generation for generation in known if generation != ref.generation]
     # After the largest that there can be comes none, so that one is free again.
     keep = ref.generation == max([*known, *numbers], default=0) < MAX_GENERATION
     stale: list[int] = []
-    if keep and len(known) > 1 and path.is_file() and _bury(path, target):
+    if keep and others and path.is_file() and _bury(path, target):
         removed = True
         stale = [number for number in numbers if number < ref.generation]
     else:
@@ -221,7 +227,8 @@ def remove(layout: Layout, ref: RefId) -> bool:
         fsio.sync_path(path.parent)
         for number in stale:
             fsio.unlink(layout.buried(ref.name, number))
-        remove_if_empty(layout, ref.name)
+        if not others:
+            _forget(layout, ref.name, numbers)
     return removed
 
 
@@ -238,8 +245,14 @@ def _bury(path: Path, target: Path) -> bool:
 
 def remove_if_empty(layout: Layout, name: str) -> None:
     """Remove a name that has no generations. The caller holds the write lock."""
-    if not generations(layout, name):
-        for number in buried(layout, name):
-            fsio.unlink(layout.buried(name, number))
-        fsio.remove_directory(layout.ref_dir(name))
-        fsio.sync_path(layout.refs)
+    entries = _entries(layout, name)
+    if not _generations(entries):
+        _forget(layout, name, _buried(entries))
+
+
+def _forget(layout: Layout, name: str, numbers: Iterable[int]) -> None:
+    """Remove a name without generations, and those of its numbers that are kept."""
+    for number in numbers:
+        fsio.unlink(layout.buried(name, number))
+    fsio.remove_directory(layout.ref_dir(name))
+    fsio.sync_path(layout.refs)

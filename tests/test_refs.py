@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cas import Store, fsio, refs
 from cas.digest import Digest
 from cas.errors import InvalidName, RefDamaged, RefNotFound, Refused
+from cas.layout import Layout
 from cas.refs import RefId
 from cas.testing.damage import truncate, writable
 from cas.testing.stores import assert_sound, collect, commit, contents, open_store, scratch
@@ -182,6 +183,25 @@ def test_what_a_kill_leaves_of_a_removed_name_is_gcs_and_in_nobodys_way(store: S
     store.remove("A")
     collect(store)
     assert not store.context.layout.ref_dir("a").exists()
+
+
+def test_a_generation_is_removed_with_one_look_at_its_name(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More would count: of a name with thousands, thousands may go at once."""
+    fill(store, 3)
+    looked: list[str] = []
+    real = refs._entries
+
+    def entries_of(layout: Layout, name: str) -> list[str]:
+        looked.append(name)
+        return real(layout, name)
+
+    monkeypatch.setattr(refs, "_entries", entries_of)
+    for number in (3, 1, 2):
+        looked.clear()
+        assert refs.remove(store.context.layout, RefId("a", number))
+        assert len(looked) == 1
 
 
 def test_a_name_that_is_a_link_to_an_empty_directory_is_left_alone_by_gc(
