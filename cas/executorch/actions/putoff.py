@@ -90,7 +90,7 @@ class Lowering:
         self._real: Any = None
         self._seen = False
         self._served: list[tuple[Any, _Slot]] = []
-        self._work = Work(request.workers_digest(), key.inputs)
+        self._work = Work(request.workers_digest(request.trees), key.inputs)
         self._flights = _Flights(exports)
 
     def take_off(self, key: Digest) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +36,8 @@ _NO_WEIGHTS: Final = Digest.of(b"")
 class Request:
     """The arguments of ``to_edge_transform_and_lower``, each under its name.
 
-    ``given_config`` is the compile config of the caller's own, if there is one.
+    ``given_config`` is the compile config of the caller's own, if there is one. ``trees`` are the
+    sources of packages that its options were found to refer to, each looked at once.
     """
 
     programs: Mapping[str, ExportedProgram]
@@ -46,6 +47,7 @@ class Request:
     compile_config: Any
     generate_etrecord: Any
     given_config: Any = None
+    trees: dict[Path, Digest] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Request | None:
@@ -72,13 +74,16 @@ class Request:
     def label(self) -> str:
         return f"export of {', '.join(map(str, self.programs)) or 'nothing'}"
 
-    def workers_digest(self) -> Digest:
+    def workers_digest(self, trees: dict[Path, Digest] | None = None) -> Digest:
         """What the partitioners and passes are now.
+
+        Args:
+            trees: sources that were looked at just before, such as `trees`.
 
         Raises:
             Unkeyable
         """
-        encoder = ObjectEncoder()
+        encoder = ObjectEncoder(trees=trees)
         encoder.put([self.partitioner, self.transform_passes])
         return encoder.stream.digest()
 
@@ -150,7 +155,7 @@ def lowering_key(request: Request, digests: StorageDigests) -> WholeKey:
     """
     if request.generate_etrecord:
         raise Unkeyable("an ETRecord, which holds the programs on the way")
-    encoder = ObjectEncoder(digests)
+    encoder = ObjectEncoder(digests, request.trees)
     constant_methods = _put_inputs(encoder, request)
     inputs = _inputs_digest(encoder, constant_methods)
     options: dict[str, Json] = {}
