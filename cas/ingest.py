@@ -1,8 +1,9 @@
 """From bytes to chunk files: cut, hash, look up, stage. Hashing and writing run in threads.
 
 A worker takes one chunk through every step: hash it, lease its digest, ask the index whether it is
-known, and if not write it to the staging directory. Views of the caller's memory are used as they
-are; a stream is read into a ring of buffers, so the memory held does not depend on its length.
+known, and if not write it to the staging directory. The caller's memory is read where it lies, and
+new chunks are written from a copy, of one chunk for each worker; a stream is read into a ring of
+buffers. So the memory held does not depend on the length of either.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class Ingest:
     # --- taking bytes in ------------------------------------------------------------------------
 
     def put(self, data: Buffer) -> Recipe:
-        """Take in one contiguous buffer, without copying it. Cuts start at its first byte.
+        """Take in one contiguous buffer, a chunk at a time. Cuts start at its first byte.
 
         Raises:
             UsageError: the buffer is not C-contiguous.
