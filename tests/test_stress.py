@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
@@ -110,12 +111,25 @@ def verifier(root: Path, until: float) -> tuple[Kept, Counter[str]]:
     return {}, counts
 
 
-def inode(store: Store, ref: RefId) -> int | None:
-    """Which file a generation is; None if it is gone."""
+def assemble_one(store: Store, ref: RefId, target: Path) -> str:
+    """Only a generation that was removed may be refused; it may be there anew by then.
+
+    While its file is open, no other gets its inode.
+    """
+    path = store.context.layout.ref(ref.name, ref.generation)
     try:
-        return store.context.layout.ref(ref.name, ref.generation).stat().st_ino
+        fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
-        return None
+        return "removed before"
+    try:
+        store.assemble(str(ref), target)
+        return "assembled"
+    except (NotFound, ManifestDamaged) as error:
+        with contextlib.suppress(FileNotFoundError):
+            assert not os.path.samestat(path.stat(), os.fstat(fd)), error
+        return "removed while asked for"
+    finally:
+        os.close(fd)
 
 
 def assembler(root: Path, until: float) -> tuple[Kept, Counter[str]]:
@@ -124,14 +138,7 @@ def assembler(root: Path, until: float) -> tuple[Kept, Counter[str]]:
         while going_on(until, counts, "assembled"):
             refs = list(store.refs())
             for ref in random.sample(refs, min(3, len(refs))):
-                before = inode(store, ref)
-                try:
-                    store.assemble(str(ref), root / f"out-{os.getpid()}")
-                    counts["assembled"] += 1
-                except (NotFound, ManifestDamaged) as error:
-                    # Only one that was removed may be refused; it may be there anew by now.
-                    assert before is None or inode(store, ref) != before, error
-                    counts["removed while asked for"] += 1
+                counts[assemble_one(store, ref, root / f"out-{os.getpid()}")] += 1
     return {}, counts
 
 
