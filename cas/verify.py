@@ -16,7 +16,7 @@ from cas.digest import Digest
 from cas.errors import CasError, ChunkError, ChunkMissing, ManifestDamaged, RefNotFound
 from cas.index import Entry
 from cas.progress import SILENT, Progress
-from cas.refs import RefId
+from cas.refs import Ref, RefId
 from cas.store import Store
 
 _STAMP_EVERY = 1024
@@ -230,7 +230,7 @@ class _RefCheck:
         except RefNotFound:
             return
         except CasError as error:
-            if _is_removed(self._context, ref_id):
+            if not self._context.layout.ref(ref_id.name, ref_id.generation).exists():
                 return
             self.problems.append(f"{ref_id}: {error}")
             whole = False
@@ -238,24 +238,26 @@ class _RefCheck:
             self.affected.append(str(ref_id))
 
     def _is_whole(self, ref_id: RefId) -> bool:
-        digest = refs.read(self._context.layout, ref_id).manifest
+        ref = refs.read(self._context.layout, ref_id)
+        digest = ref.manifest
         if digest in self.manifests:
             self.manifests[digest].append(str(ref_id))
             return False
         if digest not in self._verdicts:
-            lost = self._lost(digest, ref_id)
-            if lost and _is_removed(self._context, ref_id):
-                raise RefNotFound(ref_id.name, ref_id.generation)  # another may still need it
+            lost = self._lost(ref)
+            if lost and _is_removed(self._context, ref):
+                raise RefNotFound(ref.name, ref.generation)  # another may still need it
             self.missing |= lost
             self._verdicts[digest] = not lost
         return self._verdicts[digest]
 
-    def _lost(self, manifest: Digest, ref_id: RefId) -> set[Digest]:
+    def _lost(self, ref: Ref) -> set[Digest]:
         try:
-            wanted = self._context.load_manifest(manifest).chunks()
+            wanted = self._context.load_manifest(ref.manifest).chunks()
         except ManifestDamaged:
-            if not _is_removed(self._context, ref_id):
-                self.manifests[manifest] = [str(ref_id)]
+            if _is_removed(self._context, ref):
+                raise RefNotFound(ref.name, ref.generation) from None
+            self.manifests[ref.manifest] = [str(ref)]
             raise
         return {
             digest
@@ -264,9 +266,17 @@ class _RefCheck:
         }
 
 
-def _is_removed(context: Context, ref_id: RefId) -> bool:
-    """Whether the ref is gone by now, so that a gc may rightly have taken what it named."""
-    return not context.layout.ref(ref_id.name, ref_id.generation).exists()
+def _is_removed(context: Context, ref: Ref) -> bool:
+    """Whether the ref is gone by now, so that a gc may rightly have taken what it named.
+
+    A name that was removed and committed anew has its old number, and another manifest.
+    """
+    try:
+        return refs.read(context.layout, ref.id).manifest != ref.manifest
+    except RefNotFound:
+        return True
+    except CasError:
+        return False
 
 
 def _sizes(context: Context) -> dict[Digest, int]:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from cas import Digest, Store, damage, refs, stats, verify
+from cas.context import Context
 from cas.errors import CasError, ChunkDamaged
 from cas.index import Entry
+from cas.manifest import Manifest
 from cas.testing import forked
 from cas.testing.damage import flip_bit, truncate, writable
 from cas.testing.stores import (
@@ -251,6 +253,30 @@ def test_a_removal_and_gc_during_verify_are_no_damage(
     collect(store)
     monkeypatch.setattr(refs, "ids", lambda layout: iter(listed))
     assert verify.verify(store).clean
+
+
+@pytest.mark.parametrize("when", ["before the manifest is read", "after"])
+def test_a_name_that_was_removed_and_committed_anew_during_verify_is_no_damage(
+    store: Store, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    old = store.resolve("three").manifest
+    real = Context.load_manifest
+
+    def load(self: Context, digest: Digest) -> Manifest:
+        if digest != old:
+            return real(self, digest)
+        found = real(self, digest)
+        monkeypatch.undo()
+        store.remove("three")
+        collect(store)
+        assert str(commit(store, "three", contents(4, 100)).ref) == "three@1"
+        return found if when == "after" else real(self, digest)
+
+    monkeypatch.setattr(Context, "load_manifest", load)
+    # Its chunk was in the list that verify made before.
+    monkeypatch.setattr(verify, "_sizes", lambda context: {})
+    report = verify.verify(store)
+    assert report.clean and report.damaged_manifests == {}
 
 
 @pytest.mark.parametrize("how", ["a flipped bit", "cut short", "gone", "another manifest"])
