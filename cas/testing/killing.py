@@ -116,7 +116,12 @@ class KillMatrix:
         return {number for number, name in enumerate(operations, 1) if name == "create"}
 
 
+#: A container may give a memory filesystem of 64 MiB, which a few stores fill.
+_ROOMY = 1 << 30
+
+
 def scratch_in_memory() -> Path | None:
     """A directory on a memory filesystem, where thousands of fsyncs cost nothing; None without."""
     shared = Path("/dev/shm")
-    return shared if shared.is_dir() and os.access(shared, os.W_OK) else None
+    usable = shared.is_dir() and os.access(shared, os.W_OK)
+    return shared if usable and shutil.disk_usage(shared).free >= _ROOMY else None

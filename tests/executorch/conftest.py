@@ -71,6 +71,26 @@ def stock(
             writer.wait()
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Have the first worker start that process at once: it takes longer than most tests together.
+
+    Begun by the first test that needs it, it would go on alone after all others have ended.
+    """
+    if os.environ.get("PYTEST_XDIST_WORKER") != "gw0" or session.config.option.collectonly:
+        return
+    if any(
+        item.path.is_relative_to(HERE) and "stock" in item.fixturenames
+        for item in _functions(session)
+    ):
+        names = _wanted(session)
+        if names:
+            _start_once(_shared_directory(session.config._tmp_path_factory, "stock"), names)
+
+
+def _functions(session: pytest.Session) -> list[pytest.Function]:
+    return [item for item in session.items if isinstance(item, pytest.Function)]
+
+
 def _shared_directory(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return tmp_path_factory.mktemp(name)
