@@ -63,7 +63,7 @@ class Marks:
         left_out = {(str(root), root.manifest) for root in without if isinstance(root, Generation)}
         for ref in _readable_refs(context, self.problems):
             if (str(ref), ref.manifest) not in left_out:
-                with _noting(context, ref.id, self.problems):
+                with _noting(context, ref, self.problems):
                     self._add_manifest(context, ref.manifest)
 
     def add_actions(self, context: Context, without: Collection[Root] = ()) -> None:
@@ -109,12 +109,18 @@ def _readable_refs(context: Context, problems: dict[str, str]) -> Iterator[refs.
 
 
 @contextlib.contextmanager
-def _noting(context: Context, ref_id: refs.RefId, problems: dict[str, str]) -> Iterator[None]:
+def _noting(
+    context: Context, ref: refs.Ref | refs.RefId, problems: dict[str, str]
+) -> Iterator[None]:
     """Note what cannot be read as a problem, unless its ref was removed meanwhile."""
     try:
         yield
     except RefNotFound:
         return
     except CasError as error:
-        if context.layout.ref(ref_id.name, ref_id.generation).exists():
-            problems[str(ref_id)] = str(error)
+        if isinstance(ref, refs.Ref):
+            there = refs.is_still(context.layout, ref)
+        else:
+            there = context.layout.ref(ref.name, ref.generation).exists()
+        if there:
+            problems[str(ref)] = str(error)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cas import fsio
 from cas.digest import Digest
-from cas.errors import InvalidName, RefDamaged, RefNotFound, Refused, UsageError
+from cas.errors import CasError, InvalidName, RefDamaged, RefNotFound, Refused, UsageError
 from cas.layout import (
     Layout,
     check_ref_name,
@@ -137,6 +137,19 @@ def read(layout: Layout, ref: RefId) -> Ref:
         return Ref(ref.name, ref.generation, Digest.parse(text[:-1]))
     except (UnicodeDecodeError, UsageError):
         raise RefDamaged(path, "does not hold a manifest's digest", str(ref)) from None
+
+
+def is_still(layout: Layout, ref: Ref) -> bool:
+    """Whether a generation still holds its manifest, as far as that can be read.
+
+    A name that was removed and committed anew has its old number, and another manifest.
+    """
+    try:
+        return read(layout, ref.id).manifest == ref.manifest
+    except RefNotFound:
+        return False
+    except CasError:
+        return True
 
 
 def resolve(layout: Layout, text: str) -> Ref:

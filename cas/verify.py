@@ -245,7 +245,8 @@ class _RefCheck:
             return False
         if digest not in self._verdicts:
             lost = self._lost(ref)
-            if lost and _is_removed(self._context, ref):
+            # A gc may rightly have taken what was named by a ref that is gone by now.
+            if lost and not refs.is_still(self._context.layout, ref):
                 raise RefNotFound(ref.name, ref.generation)  # another may still need it
             self.missing |= lost
             self._verdicts[digest] = not lost
@@ -255,7 +256,7 @@ class _RefCheck:
         try:
             wanted = self._context.load_manifest(ref.manifest).chunks()
         except ManifestDamaged:
-            if _is_removed(self._context, ref):
+            if not refs.is_still(self._context.layout, ref):
                 raise RefNotFound(ref.name, ref.generation) from None
             self.manifests[ref.manifest] = [str(ref)]
             raise
@@ -264,19 +265,6 @@ class _RefCheck:
             for digest, size in wanted.items()
             if digest in self._damaged or not _is_there(self._context, self._present, digest, size)
         }
-
-
-def _is_removed(context: Context, ref: Ref) -> bool:
-    """Whether the ref is gone by now, so that a gc may rightly have taken what it named.
-
-    A name that was removed and committed anew has its old number, and another manifest.
-    """
-    try:
-        return refs.read(context.layout, ref.id).manifest != ref.manifest
-    except RefNotFound:
-        return True
-    except CasError:
-        return False
 
 
 def _sizes(context: Context) -> dict[Digest, int]:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cas import Store, gc
+from cas import Digest, Store, gc
+from cas.closures import Closure
+from cas.context import Context
 from cas.errors import Busy
 from cas.locks import FileLock
 from cas.testing import Child, Interleaving, step_hook
@@ -180,6 +182,27 @@ def test_after_removing_the_unreadable_ref_gc_works_again(store: Store) -> None:
 
 
 # --- ended and killed writers -------------------------------------------------------------------
+
+
+def test_a_name_that_was_removed_and_committed_anew_during_the_plan_is_no_problem(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = commit(store, "again", contents(91, 100)).ref.manifest
+    real = Context.load_closure
+
+    def load(self: Context, digest: Digest) -> Closure:
+        if digest == old:
+            monkeypatch.undo()
+            store.remove("again")
+            assert collect(store).problems == ()
+            assert str(commit(store, "again", contents(92, 100)).ref) == "again@1"
+        return real(self, digest)
+
+    monkeypatch.setattr(Context, "load_closure", load)
+    plan = gc.plan(store)
+    assert plan.problems == ()
+    gc.execute(store, plan)
+    assert (store.assemble("again", store.path.parent / "out")[0]).read_bytes() == contents(92, 100)
 
 
 def test_what_killed_writers_staged_is_removed(store: Store, root: Path) -> None:
