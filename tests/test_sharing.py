@@ -70,7 +70,11 @@ def shared(root: Path) -> Path:
     root.chmod(0o755)
     path = root / "team"
     path.mkdir()
-    os.chown(path, 0, TEAM)
+    try:
+        os.chown(path, 0, TEAM)
+        ANN.run(os.getuid)
+    except (OSError, ChildFailed) as error:  # root of a container with few users
+        pytest.skip(f"this root cannot become somebody else: {error}")
     path.chmod(0o2775)
     (root / "out").mkdir()
     (root / "out").chmod(0o1777)
