@@ -133,6 +133,21 @@ def forked(function: Callable[[], _T]) -> _T:
     return result
 
 
+def can_become(user: int) -> bool:
+    """Whether children of this process may become another user: root may, but not everywhere."""
+
+    def become() -> None:
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+
+    try:
+        forked(become)
+    except ChildFailed:
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def children(*functions: Callable[[Child], Any]) -> Iterator[list[Child]]:
     """Start one child per function; whatever happens, none outlives the block."""
