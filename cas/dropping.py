@@ -142,4 +142,5 @@ def _weigh(context: Context, marks: Marks, roots: list[Root], records: Records) 
 
 
 def _is_there(context: Context, root: Generation) -> bool:
-    return context.layout.ref(root.name, root.generation).exists()
+    ref = refs.Ref(root.name, root.generation, root.manifest)
+    return refs.is_still(context.layout, ref)

@@ -11,7 +11,7 @@ from cas.actions import Records
 from cas.context import Context, HasContext
 from cas.digest import Digest
 from cas.errors import CasError, ManifestDamaged, RefNotFound
-from cas.refs import RefId
+from cas.refs import Ref, RefId
 from cas.usage import measure
 from cas.verify import quarantined_bytes
 
@@ -60,7 +60,7 @@ def stats(store: HasContext) -> Stats:
     leased = leases.read_live(context.layout).chunks
     usage = measure(context, found.manifests.keys(), recorded | leased)
     for digest, why in usage.unreadable.items():
-        found.problems += [f"{ref}: {why}" for ref in found.manifests[digest]]
+        found.problems += _damaged(context, digest, found.manifests[digest], why)
     action_bytes = sum(_present(context, recorded & usage.unnamed).values())
     leased_bytes = sum(_present(context, (leased & usage.unnamed) - recorded).values())
     staged, orphaned = _staged(context)
@@ -116,9 +116,16 @@ def _look_at_refs(context: Context) -> _Refs:
             found.manifests[digest] = ref_ids
         else:
             why = ManifestDamaged(str(digest), "is missing")
-            left = [r for r in ref_ids if context.layout.ref(r.name, r.generation).exists()]
-            found.problems += [f"{ref_id}: {why}" for ref_id in left]
+            found.problems += _damaged(context, digest, ref_ids, why)
     return found
+
+
+def _damaged(
+    context: Context, manifest: Digest, ref_ids: Iterable[RefId], why: object
+) -> list[str]:
+    """A line for each ref that still holds ``manifest``: gc may have taken what others held."""
+    held = (Ref(ref_id.name, ref_id.generation, manifest) for ref_id in ref_ids)
+    return [f"{ref}: {why}" for ref in held if refs.is_still(context.layout, ref)]
 
 
 def _present(context: Context, digests: Iterable[Digest]) -> dict[Digest, int]:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cas import Digest, Store
+import pytest
+
+from cas import Digest, Store, refs
+from cas.layout import Layout
+from cas.refs import Ref, RefId
 from cas.stats import stats
 from cas.testing import Child
 from cas.testing.damage import flip_bit
@@ -41,6 +45,24 @@ def test_garbage_is_what_gc_would_free(store: Store) -> None:
     after = stats(store)
     assert after.garbage_bytes == 0
     assert after.physical_bytes == before.physical_bytes - before.garbage_bytes
+
+
+def test_a_name_that_was_removed_and_committed_anew_meanwhile_is_no_problem(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(store, "again", contents(1, CHUNK))
+    real = refs.read
+
+    def read(layout: Layout, ref_id: RefId) -> Ref:
+        found = real(layout, ref_id)
+        monkeypatch.undo()
+        store.remove("again")
+        collect(store)
+        commit(store, "again", contents(2, CHUNK))
+        return found
+
+    monkeypatch.setattr(refs, "read", read)
+    assert stats(store).problems == ()
 
 
 def test_what_a_live_writer_uses_is_staged_or_in_use_but_no_garbage(store: Store) -> None:
