@@ -178,7 +178,7 @@ class ObjectEncoder(ProgramEncoder):
     # --- code -----------------------------------------------------------------------------------
 
     def _put_class(self, kind: type) -> None:
-        self.stream.put_text(b"cl", type_name(kind))
+        self.stream.put_text(b"cl", f"{_name_of(kind.__module__)}.{kind.__qualname__}")
         known = self._put_package(kind.__module__)
         if issubclass(kind, tuple) and hasattr(kind, "_fields"):
             self.put([kind._fields, getattr(kind, "_field_defaults", {})])
@@ -198,7 +198,7 @@ class ObjectEncoder(ProgramEncoder):
 
     def _put_methods_of_tuple(self, kind: type) -> None:
         """Of a named tuple, what somebody wrote; the rest is made of its names."""
-        self.stream.put_text(b"cl", type_name(kind))
+        self.stream.put_text(b"cl", f"{_name_of(kind.__module__)}.{kind.__qualname__}")
         for base in kind.__mro__[:-2]:
             for name, value in vars(base).items():
                 written = isinstance(value, (types.FunctionType, property, classmethod))
@@ -240,7 +240,7 @@ class ObjectEncoder(ProgramEncoder):
             self.put(function)  # with what it refers to
 
     def _put_function(self, function: types.FunctionType) -> None:
-        name = f"{function.__module__}.{function.__qualname__}"
+        name = f"{_name_of(function.__module__)}.{function.__qualname__}"
         self.stream.put_text(b"fu", name)
         # What a function says of itself may be copied from another one, by functools.wraps.
         written = str(function.__globals__.get("__name__", function.__module__))
@@ -324,6 +324,14 @@ class ObjectEncoder(ProgramEncoder):
                     self._trees[root] = tree_digest(root, (".py",))
                 self.stream.put(b"tr", self._trees[root])
         return True
+
+
+def _name_of(module: str | None) -> str:
+    """The name of a module; of the script that runs, the one by which another could import it."""
+    if module != "__main__":
+        return str(module)
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return module if file is None else Path(file).stem
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -237,6 +237,22 @@ def test_a_function_that_remembers_counts_as_what_it_does(
     assert encoded(remembering) != before
 
 
+def test_a_script_that_runs_is_the_module_that_it_could_be_imported_as(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def function(node: Any) -> Any:
+        return TAG
+
+    found = []
+    for module in (Path(__file__).stem, "__main__"):
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
+        monkeypatch.setattr(function, "__module__", module)
+        monkeypatch.setattr(Pass, "__module__", module)
+        monkeypatch.setitem(sys.modules, Path(__file__).stem, sys.modules[__name__])
+        found.append((encoded(function), encoded(Pass(1))))
+    assert found[0] == found[1]
+
+
 def naming_a_tuple(node: Any) -> Any:
     return DelegationSpec("a", []), Pair(1, 2)
 
