@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -33,6 +34,10 @@ _SETTLED: Final = (
 #: This package's own files.
 _OWN: Final = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 _ABSENT: Final = "not set"
+#: Before a path that is relative to the directory of the process.
+_HERE: Final = f"{{cwd}}{os.sep}"
+#: Before a path that is relative to where modules are looked for.
+_IMPORTED: Final = f"{{path}}{os.sep}"
 #: Stands for the names of all environment variables.
 _ALL: Final = "*"
 
@@ -98,11 +103,13 @@ class _Places:
             if stamp is not None:
                 paths[path] = stamp
         for path, stamp in sorted(paths.items()):
-            name = self._name(path)
-            if name is not None and self._is_input(path, stamp):
+            names = self._names(path)
+            if path in observed.modules:
+                names = self._names_of_module(path, names)
+            if names and self._is_input(path, stamp):
                 digest = file_digest(os.path.realpath(path))
                 if digest is not None:
-                    yield name, digest.hex()
+                    yield from ((name, digest.hex()) for name in names)
 
     def found(self) -> Iterator[tuple[str, str]]:
         """
@@ -112,28 +119,49 @@ class _Places:
         observed = self._observed
         opened = {path: "absent" for path, stamp in observed.files.items() if stamp is None}
         for path, kind in sorted({**observed.found, **opened}.items()):
-            name = self._name(path)
+            names = self._names(path)
             # What has come or gone meanwhile is the compile's own: it cleans up after itself.
-            if name is not None and kind_at(path) == kind and not self._is_in_made(path):
-                yield name, kind
+            if names and kind_at(path) == kind and not self._is_in_made(path):
+                yield from ((name, kind) for name in names)
         for path, listing in sorted(observed.listed.items()):
-            name = self._name(path)
-            if name is None or self._is_in_made(path):
+            names = self._names(path)
+            if not names or self._is_in_made(path):
                 continue
             if listing_at(path) != listing:
-                raise Unrecordable(f"{name} was listed, and changed while it was compiled")
-            yield f"{name}{os.sep}", listing
+                raise Unrecordable(f"{names[0]} was listed, and changed while it was compiled")
+            yield from ((f"{name}{os.sep}", listing) for name in names)
 
-    def _name(self, path: str) -> str | None:
-        """How a record calls a place; None for one that is no input."""
+    def _names(self, path: str) -> list[str]:
+        """How a record calls a place; nothing for one that is no input.
+
+        Where the path is part of the directory of the process, nobody can tell whether the compile
+        has asked for that: then it depends on what is in this place here, and in the same one of
+        another directory.
+        """
         real = os.path.realpath(path)
         if f"{real}{os.sep}".startswith(self._ignored) or "__pycache__" in real:
-            return None
+            return []
         name = places.portable(real)
-        settled = f"{name}{os.sep}".startswith(_SETTLED) and not facts_installed.is_edited(
-            name, real
-        )
-        return None if settled else name
+        if name.startswith("{"):
+            settled = f"{name}{os.sep}".startswith(_SETTLED)
+            return [] if settled and not facts_installed.is_edited(name, real) else [name]
+        observed = self._observed
+        relative = observed.relative.get(path)
+        if relative is not None and path not in observed.direct:
+            return [f"{_HERE}{relative or os.curdir}"]
+        here = f"{observed.directory.rstrip(os.sep)}{os.sep}"
+        inside = len(here) > 1 and f"{path}{os.sep}".startswith(here)
+        # By the path, not by what a link in it leads to now.
+        return [path, f"{_HERE}{path[len(here) :] or os.curdir}"] if inside else [path]
+
+    def _names_of_module(self, path: str, names: list[str]) -> list[str]:
+        """By the name that it is imported by, whose file is another one in another checkout."""
+        if path in names:
+            for place in self._observed.search:
+                start = f"{os.path.abspath(place).rstrip(os.sep)}{os.sep}"
+                if path.startswith(start):
+                    return [f"{_IMPORTED}{path[len(start) :]}"]
+        return names
 
     def _is_input(self, path: str, stamp: FileStamp) -> bool:
         observed = self._observed
@@ -204,9 +232,16 @@ def changed(recorded: Mapping[str, Json]) -> list[str]:
     Raises:
         UsageError: the record does not hold dependencies.
     """
+    try:
+        return _changes(recorded)
+    except ValueError:  # a zero, or half of a surrogate pair
+        raise UsageError("the dependencies have names that nothing can have") from None
+
+
+def _changes(recorded: Mapping[str, Json]) -> list[str]:
     found = []
     for path, digest in _section(recorded, "files"):
-        now = file_digest(places.local(path))
+        now = file_digest(_local(path))
         if now is None or now.hex() != digest:
             found.append(f"the file {path}")
     found += [f"what is at {path}" for path, was in _section(recorded, "found") if _at(path) != was]
@@ -224,8 +259,17 @@ _ANY_VARIABLE: Final = "which environment variables there are"
 
 def _at(path: str) -> str:
     """What `found` of `_Places` said of it, now."""
-    place = places.local(path)
+    place = _local(path)
     return listing_at(place) if path.endswith(os.sep) else kind_at(place)
+
+
+def _local(path: str) -> str:
+    if path.startswith(_HERE):
+        return path[len(_HERE) :]
+    if path.startswith(_IMPORTED):
+        found = (os.path.join(place, path[len(_IMPORTED) :]) for place in sys.path)
+        return next(filter(os.path.lexists, found), path)
+    return places.local(path)
 
 
 def _variable_now(name: str) -> str:

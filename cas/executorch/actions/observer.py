@@ -28,6 +28,10 @@ class Observed:
     Attributes:
         started: when it began, in nanoseconds of the clock that files are stamped with.
         files: what was opened to be read, as it was just before; None: it was not there.
+        relative: of what was looked at by a path relative to the directory of the process, that.
+        direct: what was looked at by an absolute path.
+        directory: that of the process at the start; empty if it is not there any more.
+        search: where modules were looked for, at the start.
         written: what was opened to be written.
         found: what was looked for: "absent", "file" or "directory".
         listed: directories whose entries were looked at, by `listing_at` as they were then.
@@ -43,6 +47,10 @@ class Observed:
 
     started: int
     files: dict[str, FileStamp | None] = field(default_factory=dict)
+    relative: dict[str, str] = field(default_factory=dict)
+    direct: set[str] = field(default_factory=set)
+    directory: str = ""
+    search: tuple[str, ...] = ()
     written: set[str] = field(default_factory=set)
     found: dict[str, str] = field(default_factory=dict)
     listed: dict[str, str] = field(default_factory=dict)
@@ -56,6 +64,28 @@ class Observed:
     replaced: bool = False
     before: dict[str, str] = field(default_factory=dict, repr=False)
 
+    def place(self, path: Any) -> str:
+        """What a path that somebody asks for is called here, which is absolute."""
+        text = os.fsdecode(path)
+        name = _absolute(text)
+        if os.path.isabs(text):
+            self.direct.add(name)
+        elif name == _absolute(os.path.join(self.directory, text)):
+            self.relative[name] = text.rstrip(os.sep)
+        return name
+
+
+def _absolute(path: str) -> str:
+    # What is above a link is not where the link is.
+    return os.path.realpath(path) if os.pardir in path.split(os.sep) else os.path.abspath(path)
+
+
+def _directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
 
 _active: list[Observed] = []
 _lock: Final = threading.Lock()
@@ -65,7 +95,9 @@ _hooked = False
 @contextlib.contextmanager
 def observing(started: int) -> Iterator[Observed]:
     """Watch the whole process for the length of the block."""
-    observed = Observed(started, before=dict(os.environ))
+    observed = Observed(
+        started, before=dict(os.environ), directory=_directory(), search=tuple(sys.path)
+    )
     known = set(sys.modules)
     with _lock:
         _install()
@@ -122,7 +154,7 @@ _READS: Final = _Reads()
 def _looked(path: str, kind: str) -> None:
     """Somebody asked what is at a path."""
     for observed in tuple(_active):
-        observed.found.setdefault(path, kind)
+        observed.found.setdefault(observed.place(path), kind)
 
 
 # --- files and programs: an audit hook, which Python never removes ------------------------------
@@ -140,11 +172,11 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 def _opened(observed: Observed, arguments: tuple[Any, ...]) -> None:
     path, _, flags = arguments
     frame = sys._getframe(2)
-    if not isinstance(path, (str, bytes)) or observer_places.is_removed(frame):
+    if not isinstance(path, (str, bytes, os.PathLike)) or observer_places.is_removed(frame):
         return
     if observer_places.is_for_source_lines(frame):
         return
-    name = os.path.abspath(os.fsdecode(path))
+    name = observed.place(path)
     written = flags & (os.O_WRONLY | os.O_TRUNC)
     stamp = None if written else FileStamp.of(name)
     if written or (flags & os.O_CREAT and stamp is None):
@@ -167,7 +199,7 @@ def _listed(observed: Observed, arguments: tuple[Any, ...]) -> None:
     path = arguments[0]
     if isinstance(path, int) or observer_places.is_unimportant(sys._getframe(2)):
         return
-    name = os.path.abspath("." if path is None else os.fsdecode(path))
+    name = observed.place(os.curdir if path is None else path)
     if name not in observed.listed:
         observed.listed[name] = observer_places.listing_at(name)
 

@@ -81,7 +81,7 @@ class FileStamp:
         return min(self.modified, self.changed) >= moment
 
 
-def kind_at(path: str) -> str:
+def kind_at(path: str | bytes | os.PathLike[str]) -> str:
     """What is at a path: "absent", "file" or "directory"."""
     try:
         mode = _stat(path).st_mode
@@ -100,7 +100,7 @@ def listing_at(path: str) -> str:
 
 
 def install(looked: Callable[[str, str], None]) -> None:
-    """Call ``looked`` with each path and what is there, until `restore`."""
+    """Call ``looked`` with each path, as it was asked for, and what is there, until `restore`."""
     for name in _REPLACED:
         function = _watched(_original[name], looked)
         for ability in _ABILITIES:
@@ -145,8 +145,7 @@ def _tell(looked: Callable[[str, str], None], path: Any, options: dict[str, Any]
     if isinstance(path, int) or options.get("dir_fd") is not None:
         return
     if not is_unimportant(sys._getframe(2)):
-        name = os.path.abspath(os.fsdecode(path))
-        looked(name, kind_at(name))
+        looked(os.fsdecode(path), kind_at(path))
 
 
 def is_unimportant(frame: types.FrameType | None) -> bool:

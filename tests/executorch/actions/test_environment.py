@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
+import io
 import os
 import re
 import shutil
@@ -377,6 +379,103 @@ def test_a_file_that_was_looked_for_in_vain_counts_when_it_is_there(
     assert dependencies.changed(present) != []
 
 
+RELATIVE: dict[str, Callable[[], Any]] = {
+    "opened": lambda: open("table").close(),
+    "above": lambda: open("../one/table").close(),
+    "os.open": lambda: os.close(os.open(b"table", os.O_RDONLY)),
+    "FileIO": lambda: io.FileIO(Path("table")).close(),
+    "resolved": lambda: Path("table").resolve().read_text(),
+    "of the directory": lambda: (Path.cwd() / "table").read_text(),
+}
+
+
+@pytest.mark.parametrize("how", RELATIVE)
+def test_a_file_of_the_directory_of_the_process_is_another_one_in_another_directory(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place, text in (("a", "1"), ("b", "1"), ("c", "2")):
+        (tmp_path / place / "one").mkdir(parents=True)
+        (tmp_path / place / "one" / "table").write_text(text)
+    time.sleep(0.02)
+    monkeypatch.chdir(tmp_path / "a" / "one")
+    recorded = depends_on(watched(RELATIVE[how]))
+    assert recorded["files"] and dependencies.changed(recorded) == []
+    monkeypatch.chdir(tmp_path / "b" / "one")
+    assert dependencies.changed(recorded) == []
+    monkeypatch.chdir(tmp_path / "c" / "one")
+    assert dependencies.changed(recorded) != []
+
+
+def test_what_is_looked_for_in_the_directory_of_the_process_counts_in_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("a/data", "b"):
+        (tmp_path / place).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a")
+    absent = depends_on(watched(lambda: os.path.exists("table")))
+    found = depends_on(watched(lambda: os.path.isdir("data/")))
+    listed = depends_on(watched(lambda: (os.listdir(), os.listdir("."))))
+    shutil.rmtree(tmp_path / "a" / "data")
+    (tmp_path / "a" / "data").mkdir()
+    for recorded in (absent, found, listed):
+        assert dependencies.changed(recorded) == []
+    monkeypatch.chdir(tmp_path / "b")
+    (tmp_path / "b" / "table").touch()
+    for recorded in (absent, found, listed):
+        assert len(dependencies.changed(recorded)) == 1
+
+
+def test_what_is_relative_to_a_directory_that_the_compile_goes_to_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "place").mkdir()
+    (tmp_path / "place" / "table").write_text("1")
+    time.sleep(0.02)
+    monkeypatch.chdir("/")
+
+    def work() -> None:
+        with monkeypatch.context() as patch:
+            patch.chdir(tmp_path / "place")
+            open("table").close()
+
+    assert str(tmp_path / "place" / "table") in depends_on(watched(work))["files"]
+
+
+def test_a_link_that_leads_elsewhere_counts(tmp_path: Path) -> None:
+    for name in ("1", "2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "table").write_text(name)
+    (tmp_path / "current").symlink_to("1")
+    time.sleep(0.02)
+    recorded = depends_on(watched((tmp_path / "current" / "table").read_text))
+    assert dependencies.changed(recorded) == []
+    (tmp_path / "current").unlink()
+    (tmp_path / "current").symlink_to("2")
+    assert dependencies.changed(recorded) != []
+
+
+def test_a_module_is_the_one_that_is_imported_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place, text in (("a", "1"), ("b", "1"), ("c", "2")):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "cas_test_late.py").write_text(f"value = {text}\n")
+    time.sleep(0.02)
+
+    def changes_in(place: str) -> list[str]:
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(tmp_path / place)
+            return dependencies.changed(recorded)
+
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(tmp_path / "a")
+        recorded = depends_on(watched(lambda: importlib.import_module("cas_test_late")))
+    del sys.modules["cas_test_late"]
+    assert recorded["files"]
+    assert changes_in("a") == changes_in("b") == []
+    assert changes_in("c") == ["the file {path}/cas_test_late.py"]
+
+
 def test_a_program_that_was_looked_for_in_vain_counts_when_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -485,6 +584,13 @@ def test_hostile_dependencies_are_refused(section: Any) -> None:
     for name in ("files", "programs", "variables"):
         with pytest.raises(UsageError):
             dependencies.changed({name: section})
+
+
+@pytest.mark.parametrize("name", ["a\0b", "/a\0b/", "{cwd}/\0", "{path}/\0", "\ud800"])
+def test_names_that_nothing_can_have_are_refused(name: str) -> None:
+    for section in ("files", "found"):
+        with pytest.raises(UsageError, match="nothing can have"):
+            dependencies.changed({section: {name: "x"}})
 
 
 # --- drift --------------------------------------------------------------------------------------
