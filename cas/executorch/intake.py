@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -114,14 +115,10 @@ class Intake:
 
         A `keep` with this digest that follows in this thread finds the work done.
         """
-        hasher = hashlib.sha256()
-        thread = threading.Thread(target=hasher.update, args=(data,), name="cas-sha256")
-        thread.start()
-        try:
+        with ThreadPoolExecutor(1, "cas-sha256") as pool:  # its end gives the memory back
+            hashing = pool.submit(hashlib.sha256, data)
             recipe = self.writer.put(data)
-        finally:
-            thread.join()  # the memory is the caller's again
-        digest = hasher.digest()
+            digest = hashing.result().digest()
         self._ahead.put = digest, recipe
         return digest
 

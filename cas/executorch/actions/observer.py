@@ -171,7 +171,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _opened(observed: Observed, arguments: tuple[Any, ...]) -> None:
     path, _, flags = arguments
-    frame = sys._getframe(2)
+    frame = observer_places.caller(2)
     if not isinstance(path, (str, bytes, os.PathLike)) or observer_places.is_removed(frame):
         return
     if observer_places.is_for_source_lines(frame):
@@ -197,7 +197,7 @@ def _made(observed: Observed, arguments: tuple[Any, ...]) -> None:
 
 def _listed(observed: Observed, arguments: tuple[Any, ...]) -> None:
     path = arguments[0]
-    if isinstance(path, int) or observer_places.is_unimportant(sys._getframe(2)):
+    if isinstance(path, int) or observer_places.is_unimportant(observer_places.caller(2)):
         return
     name = observed.place(os.curdir if path is None else path)
     if name not in observed.listed:

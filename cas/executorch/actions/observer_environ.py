@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
 import types
 from collections import deque
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
 from cas.executorch.actions import places
+from cas.executorch.actions.observer_places import caller
 
 
 class Reads(Protocol):
@@ -86,14 +86,14 @@ def install(reads: Reads) -> None:
 
     def iterate(self: Any) -> Iterator[Any]:
         names = list(_original["__iter__"](self))
-        frame = _outside(sys._getframe(1))
+        frame = _outside(caller(1))
         _copying.code = None if frame is None else frame.f_code
         _copying.names = deque(map(os.fsdecode, names))
         _note_whole(reads, frame)
         return iter(names)
 
     def show(self: Any) -> Any:
-        _note_whole(reads, _outside(sys._getframe(1)))
+        _note_whole(reads, _outside(caller(1)))
         return _original["__repr__"](self)
 
     methods: tuple[Callable[..., Any], ...] = (has_item, read_item, iterate, show)
@@ -115,7 +115,7 @@ def _note(reads: Reads, name: Any) -> None:
     if not isinstance(name, (str, bytes)):
         return
     text = os.fsdecode(name)
-    frame = _outside(sys._getframe(2))
+    frame = _outside(caller(2))
     expected = _copying.names
     if expected:
         if expected[0] == text and frame is not None and frame.f_code is _copying.code:

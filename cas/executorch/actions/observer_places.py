@@ -127,7 +127,8 @@ def _set(name: str, function: Any) -> None:
 def _watched(original: Any, looked: Callable[[str, str], None]) -> Any:
     @functools.wraps(original)
     def call(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(sys._getframe(1).f_code) in _RESOLVING:
+        frame = caller(1)
+        if frame is not None and id(frame.f_code) in _RESOLVING:
             return original(path, *args, **kwargs)
         try:
             result = original(path, *args, **kwargs)
@@ -144,8 +145,19 @@ def _watched(original: Any, looked: Callable[[str, str], None]) -> Any:
 def _tell(looked: Callable[[str, str], None], path: Any, options: dict[str, Any]) -> None:
     if isinstance(path, int) or options.get("dir_fd") is not None:
         return
-    if not is_unimportant(sys._getframe(2)):
+    if not is_unimportant(caller(2)):
         looked(os.fsdecode(path), kind_at(path))
+
+
+def caller(depth: int) -> types.FrameType | None:
+    """The frame that is ``depth`` calls above the one that asks.
+
+    None where there is none: C code may have begun a thread with a function that is watched.
+    """
+    try:
+        return sys._getframe(depth + 1)
+    except ValueError:
+        return None
 
 
 def is_unimportant(frame: types.FrameType | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import functools
@@ -31,6 +32,7 @@ from cas.executorch.actions.dependencies import Dependencies
 from cas.executorch.actions.drift import Drift
 from cas.executorch.actions.errors import Unkeyable, Unrecordable
 from cas.executorch.actions.observer import Observed, observing
+from cas.testing.processes import until
 
 # --- facts --------------------------------------------------------------------------------------
 
@@ -175,6 +177,21 @@ def watched(do: Any) -> Observed:
     with observing(time.clock_gettime_ns(5)) as observed:
         do()
     return observed
+
+
+def test_calls_of_a_thread_without_python_code_work_and_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", failed.append)
+    (tmp_path / "read").write_text("x")
+    (tmp_path / "directory").mkdir()
+    with observing(time.clock_gettime_ns(5)) as seen:
+        _thread.start_new_thread(io.FileIO, (str(tmp_path / "read"),))
+        _thread.start_new_thread(os.listdir, (str(tmp_path / "directory"),))
+        _thread.start_new_thread(os.stat, (str(tmp_path / "directory"),))
+        until(lambda: bool(failed or (seen.files and seen.listed and seen.found)))
+    assert failed == []
 
 
 def test_files_variables_programs_and_modules_are_seen(tmp_path: Path) -> None:
