@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -172,7 +173,9 @@ def main() -> None:
     logging.disable(logging.WARNING)
     spec = json.loads(sys.argv[1])
     warm = {**spec, "width": 64, "layers": 2, "source": "ram", "store": spec["store"] + ".warm"}
-    run(warm, Path(spec["out"] + ".warm"))  # imports and first-use state belong to the base
+    # Imports and first-use state belong to the base, so nothing may come out of the store here.
+    shutil.rmtree(warm["store"], ignore_errors=True)
+    run(warm, Path(spec["out"] + ".warm"))
     print("idle", flush=True)
     sys.stdin.readline()
     if torch.cuda.is_initialized():
