@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from cas.executorch.actions import observer_environ, observer_places
+from cas.executorch.actions.frames import caller
 from cas.executorch.actions.observer_places import FileStamp
 
 _Handler: TypeAlias = "Callable[[Observed, tuple[Any, ...]], None]"
@@ -171,7 +172,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _opened(observed: Observed, arguments: tuple[Any, ...]) -> None:
     path, _, flags = arguments
-    frame = observer_places.caller(2)
+    frame = caller(2)
     if not isinstance(path, (str, bytes, os.PathLike)) or observer_places.is_removed(frame):
         return
     if observer_places.is_for_source_lines(frame):
@@ -197,7 +198,7 @@ def _made(observed: Observed, arguments: tuple[Any, ...]) -> None:
 
 def _listed(observed: Observed, arguments: tuple[Any, ...]) -> None:
     path = arguments[0]
-    if isinstance(path, int) or observer_places.is_unimportant(observer_places.caller(2)):
+    if isinstance(path, int) or observer_places.is_unimportant(caller(2)):
         return
     name = observed.place(os.curdir if path is None else path)
     if name not in observed.listed:

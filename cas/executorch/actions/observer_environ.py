@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
 from cas.executorch.actions import places
-from cas.executorch.actions.observer_places import caller
+from cas.executorch.actions.frames import caller, module_of, outside
 
 
 class Reads(Protocol):
@@ -86,14 +86,14 @@ def install(reads: Reads) -> None:
 
     def iterate(self: Any) -> Iterator[Any]:
         names = list(_original["__iter__"](self))
-        frame = _outside(caller(1))
+        frame = outside(caller(1), _MACHINERY)
         _copying.code = None if frame is None else frame.f_code
         _copying.names = deque(map(os.fsdecode, names))
         _note_whole(reads, frame)
         return iter(names)
 
     def show(self: Any) -> Any:
-        _note_whole(reads, _outside(caller(1)))
+        _note_whole(reads, outside(caller(1), _MACHINERY))
         return _original["__repr__"](self)
 
     methods: tuple[Callable[..., Any], ...] = (has_item, read_item, iterate, show)
@@ -115,7 +115,7 @@ def _note(reads: Reads, name: Any) -> None:
     if not isinstance(name, (str, bytes)):
         return
     text = os.fsdecode(name)
-    frame = _outside(caller(2))
+    frame = outside(caller(2), _MACHINERY)
     expected = _copying.names
     if expected:
         if expected[0] == text and frame is not None and frame.f_code is _copying.code:
@@ -126,7 +126,7 @@ def _note(reads: Reads, name: Any) -> None:
         code = frame.f_code
         if (text, id(code)) in _noted:
             return
-        if not _is_stdlib(_module(frame)):  # else it depends on who has called
+        if not _is_stdlib(module_of(frame)):  # else it depends on who has called
             _noted[text, id(code)] = code
     looked_for = _looked_for(frame) if text == "PATH" else None
     if looked_for is not None:
@@ -135,25 +135,14 @@ def _note(reads: Reads, name: Any) -> None:
 
 
 def _note_whole(reads: Reads, frame: types.FrameType | None) -> None:
-    module = _module(frame)
+    module = module_of(frame)
     if module.split(".", 1)[0] not in _FOR_CHILDREN and module != _RESTORING:
         reads.whole_environment()
 
 
-def _outside(frame: types.FrameType | None) -> types.FrameType | None:
-    """The first frame that is not part of how mappings work."""
-    while frame is not None and _module(frame) in _MACHINERY:
-        frame = frame.f_back
-    return frame
-
-
-def _module(frame: types.FrameType | None) -> str:
-    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
-
-
 def _looked_for(frame: types.FrameType | None) -> str | None:
     """The program that `shutil.which` looks for."""
-    if frame is None or frame.f_code.co_name != "which" or _module(frame) != "shutil":
+    if frame is None or frame.f_code.co_name != "which" or module_of(frame) != "shutil":
         return None
     command = frame.f_locals.get("cmd")
     return os.fsdecode(command) if isinstance(command, (str, bytes)) else None
@@ -162,7 +151,7 @@ def _looked_for(frame: types.FrameType | None) -> str | None:
 def _is_by_user(frame: types.FrameType | None) -> bool:
     """Whether code asks that is not known; Python's own asks for whoever has called it."""
     while frame is not None:
-        module = _module(frame)
+        module = module_of(frame)
         top = module.split(".", 1)[0]
         if top in _HARMLESS or top in _KNOWN:
             return False

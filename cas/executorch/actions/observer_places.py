@@ -12,13 +12,13 @@ import os
 import pathlib
 import posixpath
 import stat
-import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from cas.digest import Digest
+from cas.executorch.actions.frames import caller, module_of, outside
 
 _stat: Final = os.stat
 _REPLACED: Final = ("access", "lstat", "stat")
@@ -149,23 +149,12 @@ def _tell(looked: Callable[[str, str], None], path: Any, options: dict[str, Any]
         looked(os.fsdecode(path), kind_at(path))
 
 
-def caller(depth: int) -> types.FrameType | None:
-    """The frame that is ``depth`` calls above the one that asks.
-
-    None where there is none: C code may have begun a thread with a function that is watched.
-    """
-    try:
-        return sys._getframe(depth + 1)
-    except ValueError:
-        return None
-
-
 def is_unimportant(frame: types.FrameType | None) -> bool:
     """Whether the code at ``frame`` looks for files that are no inputs."""
-    frame = _outside(frame)
+    frame = outside(frame, _MACHINERY)
     if frame is None:
         return False
-    module = str(frame.f_globals.get("__name__"))
+    module = module_of(frame)
     if module == "shutil":
         return frame.f_code.co_name.startswith(_OF_SHUTIL)
     return module in _UNIMPORTANT or module.split(".", 1)[0] == "cas"
@@ -173,19 +162,11 @@ def is_unimportant(frame: types.FrameType | None) -> bool:
 
 def is_for_source_lines(frame: types.FrameType | None) -> bool:
     """Whether the code at ``frame`` reads a source file only to show lines of it."""
-    frame = _outside(frame)
-    return frame is not None and frame.f_globals.get("__name__") == "linecache"
+    return module_of(outside(frame, _MACHINERY)) == "linecache"
 
 
 def is_removed(frame: types.FrameType | None) -> bool:
     """Whether the code at ``frame`` opens a directory in order to remove it."""
     return frame is not None and (
-        frame.f_globals.get("__name__") == "shutil"
-        and frame.f_code.co_name.startswith(("_rmtree", "rmtree"))
+        module_of(frame) == "shutil" and frame.f_code.co_name.startswith(("_rmtree", "rmtree"))
     )
-
-
-def _outside(frame: types.FrameType | None) -> types.FrameType | None:
-    while frame is not None and frame.f_globals.get("__name__") in _MACHINERY:
-        frame = frame.f_back
-    return frame
