@@ -284,7 +284,10 @@ def _telling(data: bytes, *, from_end: bool) -> int | None:
 
 
 def tensor_ranges(source: Source) -> list[tuple[int, int]]:
-    """(offset, length) of the tensors, or members, of a file of a known kind; else nothing."""
+    """(offset, length) of the tensors, or members, of a file of a known kind.
+
+    Nothing of any other, of a damaged one too: these places come on top of a search of it all.
+    """
     if source.read(0, 2) == b"PK":
         return _zip_members(source)
     return _safetensors(source)
