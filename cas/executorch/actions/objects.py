@@ -8,19 +8,15 @@ object of a C library) is refused with `Unkeyable`.
 from __future__ import annotations
 
 import contextlib
-import dis
 import enum
 import functools
-import importlib.util
-import inspect
 import logging
 import operator
 import pathlib
 import re
-import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,15 +27,14 @@ from executorch.exir.backend.partitioner import DelegationSpec
 from executorch.exir.lowered_backend_module import LoweredBackendModule
 
 from cas.digest import Digest
-from cas.executorch.actions import places
-from cas.executorch.actions.encoder import KNOWN_PACKAGES, type_name
+from cas.executorch.actions import origins
+from cas.executorch.actions.encoder import type_name
 from cas.executorch.actions.errors import Unkeyable
 from cas.executorch.actions.operators import operator_text
 from cas.executorch.actions.policy import WHOLE_EXPORT
 from cas.executorch.actions.programs import ProgramEncoder
 from cas.executorch.actions.sources import (
     code_digest,
-    is_settled,
     module_digest,
     tree_digest,
 )
@@ -100,15 +95,15 @@ class ObjectEncoder(ProgramEncoder):
         if isinstance(value, DelegationSpec):
             self.backends.add(value.backend_id)
         if isinstance(value, types.FunctionType):
-            self._once(_stock(value), self._put_function)
+            self._once(origins.stock(value), self._put_function)
         elif isinstance(value, type):
             self._once(value, self._put_class)
-        elif isinstance(value, enum.Enum) and not _is_known(type(value).__module__):
+        elif isinstance(value, enum.Enum) and not origins.is_known(type(value).__module__):
             self.put(type(value))
             self.stream.put_text(b"en", value.name)
         elif isinstance(value, EdgeCompileConfig):
             self._once(value, self._put_edge_config)
-        elif isinstance(value, (tuple, set, frozenset)) and _is_of_users_class(value):
+        elif isinstance(value, (tuple, set, frozenset)) and origins.is_of_users_class(value):
             encode = self._put_methods_of_tuple if isinstance(value, tuple) else self._put_class
             self._once(type(value), encode)
             self._put_state(value)
@@ -152,7 +147,7 @@ class ObjectEncoder(ProgramEncoder):
     def _put_object(self, value: Any) -> None:
         kind = type(value)
         for base in kind.__mro__[:-1]:
-            if not _is_python(base):
+            if not origins.is_python(base):
                 raise Unkeyable(f"a value of type {type_name(kind)}")
         self.put(kind)
         self._put_state(value)
@@ -178,7 +173,7 @@ class ObjectEncoder(ProgramEncoder):
     # --- code -----------------------------------------------------------------------------------
 
     def _put_class(self, kind: type) -> None:
-        self.stream.put_text(b"cl", f"{_name_of(kind.__module__)}.{kind.__qualname__}")
+        self.stream.put_text(b"cl", f"{origins.name_of(kind.__module__)}.{kind.__qualname__}")
         known = self._put_package(kind.__module__)
         if issubclass(kind, tuple) and hasattr(kind, "_fields"):
             self.put([kind._fields, getattr(kind, "_field_defaults", {})])
@@ -198,7 +193,7 @@ class ObjectEncoder(ProgramEncoder):
 
     def _put_methods_of_tuple(self, kind: type) -> None:
         """Of a named tuple, what somebody wrote; the rest is made of its names."""
-        self.stream.put_text(b"cl", f"{_name_of(kind.__module__)}.{kind.__qualname__}")
+        self.stream.put_text(b"cl", f"{origins.name_of(kind.__module__)}.{kind.__qualname__}")
         for base in kind.__mro__[:-2]:
             for name, value in vars(base).items():
                 written = isinstance(value, (types.FunctionType, property, classmethod))
@@ -228,19 +223,21 @@ class ObjectEncoder(ProgramEncoder):
             accessors = [inner.fget, inner.fset, inner.fdel] if type(inner) is property else [inner]
             for function in accessors:
                 if isinstance(function, types.FunctionType):
-                    self._put_method_of_known(name, _stock(function))
-                elif not (name.startswith("__") or name in _BOOKKEEPING or _is_of_python(value)):
+                    self._put_method_of_known(name, origins.stock(function))
+                elif not (
+                    name.startswith("__") or name in _BOOKKEEPING or origins.is_of_python(value)
+                ):
                     self.stream.put_text(b"an", name)
                     self.put(function)
 
     def _put_method_of_known(self, name: str, function: types.FunctionType) -> None:
         self.stream.put_text(b"mn", name)
         self.stream.put(b"mc", code_digest(function))
-        if _is_foreign(function):
+        if origins.is_foreign(function):
             self.put(function)  # with what it refers to
 
     def _put_function(self, function: types.FunctionType) -> None:
-        name = f"{_name_of(function.__module__)}.{function.__qualname__}"
+        name = f"{origins.name_of(function.__module__)}.{function.__qualname__}"
         self.stream.put_text(b"fu", name)
         # What a function says of itself may be copied from another one, by functools.wraps.
         written = str(function.__globals__.get("__name__", function.__module__))
@@ -274,8 +271,8 @@ class ObjectEncoder(ProgramEncoder):
 
         Of the user's modules, also of those imported inside of the function, what the code names.
         """
-        names = _names(function.__code__)
-        modules = list(_imported(function.__code__, function.__globals__))
+        names = origins.names_in(function.__code__)
+        modules = list(origins.imported_by(function.__code__, function.__globals__))
         for name in sorted(names):
             if name in function.__globals__:
                 value = function.__globals__[name]
@@ -289,7 +286,7 @@ class ObjectEncoder(ProgramEncoder):
 
     def _put_used(self, module: types.ModuleType, names: set[str], seen: set[str]) -> None:
         """What ``names`` stand for in a module of the user's: it can change after the import."""
-        if module.__name__ in seen or not _is_users(module):
+        if module.__name__ in seen or not origins.is_users(module):
             return
         seen.add(module.__name__)
         for name in sorted(names & vars(module).keys()):
@@ -310,8 +307,8 @@ class ObjectEncoder(ProgramEncoder):
         Code of other installed packages is taken as it is in the files, and not followed: it could
         lead anywhere.
         """
-        if not _is_known(module):
-            installed = _is_installed(module)
+        if not origins.is_known(module):
+            installed = origins.is_installed(module)
             if installed:
                 self.stream.put(b"md", module_digest(module))
             return installed
@@ -324,98 +321,6 @@ class ObjectEncoder(ProgramEncoder):
                     self._trees[root] = tree_digest(root, (".py",))
                 self.stream.put(b"tr", self._trees[root])
         return True
-
-
-def _name_of(module: str | None) -> str:
-    """The name of a module; of the script that runs, the one by which another could import it."""
-    if module != "__main__":
-        return str(module)
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return module if file is None else Path(file).stem
-
-
-def _names(code: types.CodeType) -> set[str]:
-    found = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _names(constant)
-    return found
-
-
-def _imported(code: types.CodeType, scope: Mapping[str, Any]) -> Iterator[types.ModuleType]:
-    """The modules that code imports while it runs, if they are loaded."""
-    steps = list(dis.get_instructions(code))
-    for position, step in enumerate(steps):
-        if step.opname == "IMPORT_NAME":
-            level = steps[position - 2].argval
-            dots = "." * level if isinstance(level, int) else ""
-            try:
-                name = importlib.util.resolve_name(dots + step.argval, scope.get("__package__"))
-            except ImportError:
-                continue
-            parts = name.split(".")
-            for end in range(1, len(parts) + 1):
-                module = sys.modules.get(".".join(parts[:end]))
-                if module is not None:
-                    yield module
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _imported(constant, scope)
-
-
-def _is_users(module: types.ModuleType) -> bool:
-    name = module.__name__
-    return not (_is_known(name) or _is_installed(name))
-
-
-def _is_known(module: str) -> bool:
-    top = module.split(".", 1)[0]
-    return top in KNOWN_PACKAGES or (is_settled(module) and top != "cas")
-
-
-def _is_foreign(function: types.FunctionType) -> bool:
-    """Whether it was put into a known package from elsewhere."""
-    return not _is_known(str(function.__globals__.get("__name__", "")) or "builtins")
-
-
-def _stock(function: types.FunctionType) -> types.FunctionType:
-    """What stands there outside of a capture, which puts functions of its own before others."""
-    while str(function.__globals__.get("__name__")).startswith("cas."):
-        inner = getattr(function, "__wrapped__", None)
-        if not isinstance(inner, types.FunctionType):
-            break
-        function = inner
-    return function
-
-
-def _is_installed(module: str) -> bool:
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return isinstance(file, str) and places.portable(file).startswith("{site}")
-
-
-def _is_python(kind: type) -> bool:
-    """Whether a class is written in Python, so that what its objects know is to be seen.
-
-    Some of C say that they are of a module in Python, as ``operator.itemgetter`` does; but their
-    objects are larger than others, and have neither slots nor a dictionary.
-    """
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    if not (file or "").endswith(".py") or not kind.__flags__ & (1 << 9):
-        return False
-    shown = "__slots__" in vars(kind) or any("__dict__" in vars(base) for base in kind.__mro__)
-    return shown or kind.__basicsize__ <= object.__basicsize__
-
-
-def _is_of_python(value: Any) -> bool:
-    """Whether an attribute of a class is one of those that Python makes, to find others by."""
-    return type(value).__module__ in ("builtins", "_collections") and (
-        inspect.isdatadescriptor(value) or inspect.ismethoddescriptor(value)
-    )
-
-
-def _is_of_users_class(value: Any) -> bool:
-    module = type(value).__module__
-    return module != "builtins" and not _is_known(module)
 
 
 def _put_dict(encoder: ObjectEncoder, value: Any) -> None:
